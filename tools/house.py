@@ -10,6 +10,7 @@ proto    generated code against the .proto files
 deploy   the compose file's schema, the Helm charts, the manifests kept beside them
 compat   generated code on the oldest and on the newest protobuf and grpcio
 wheel    builds the wheel and runs the fast tests on it, outside the tree; arguments go to pytest
+gpu      what a GPU is asked, into docs/gpu.md: 45 minutes at most; --rehearse, --phase, --list and more
 dist     wheel, source distribution and bill of materials in dist/, the same bytes wherever they are built
 version  the version and the commit of this tree, for a copy that has no history: see core/evidence/release.py
 pins     writes constraints.txt from what is installed
@@ -210,14 +211,21 @@ def test() -> None:
     print("\nall checks passed")
 
 
-COMMANDS = (dev, demo, test, lint, types, layers, proto, deploy, compat, wheel, dist, version, pins)
+def gpu(*arguments: str) -> None:
+    """Every check that needs a card, in phases that go on where a run was broken off."""
+    dev()
+    run(BIN / "python", "tools/gpu/run.py", *arguments)
+
+
+COMMANDS = (dev, demo, test, lint, types, layers, proto, deploy, compat, wheel, gpu, dist, version, pins)
+TAKES_ARGUMENTS = ("wheel", "gpu")
 
 
 def main() -> int:
     """Runs the command that the first argument names."""
     commands = {command.__name__: command for command in COMMANDS}
     name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in commands or (len(sys.argv) > 2 and name != "wheel"):
+    if name not in commands or (len(sys.argv) > 2 and name not in TAKES_ARGUMENTS):
         print(__doc__)
         return 2
     commands[name](*sys.argv[2:])

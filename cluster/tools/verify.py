@@ -145,9 +145,9 @@ def bandwidth(device: torch.device, budget: float = 10.0) -> list[dict[str, floa
     return rows
 
 
-def difference(strategy: Strategy, device: torch.device) -> float:
+def difference(strategy: Strategy, device: torch.device, kind: type[Probe] = Probe) -> float:
     """max|a − b| / max|b| of the weights' change against one process, after three steps."""
-    task = Probe(2 * max(2, strategy.mesh.pp))
+    task = kind(2 * max(2, strategy.mesh.pp))
     table = {"steps": 3, "batch_size": 16, "learning_rate": 0.1}
     job = JobConfig.model_validate({"task": "probe", "seed": 1, "algorithm": table})
     model = initial_state(task, job.seed)

@@ -82,6 +82,28 @@ def _measure(model: str, strategy: Strategy, count: int) -> Measured:
     return Measured(estimate(probe, strategy, count).peak, peak_of(traced))
 
 
+def measure_device(model: str, strategy: Strategy, count: int, device: torch.device) -> Measured:
+    """The same of one rank on a GPU, by its allocator."""
+    batch = strategy.micro_batch * count
+    task = WithAdam(examples=2 * batch, **SIZES[model])
+    table = {"steps": 2, "batch_size": batch}
+    job = JobConfig.model_validate({"task": "t", "seed": 7, "algorithm": table})
+    data, _ = task.data(Site("silo"))
+    half = strategy.precision == "bfloat16"
+    probe = probe_model(task, example_batch(data), device="cuda", bfloat16=half)
+    whole = initial_state(task, job.seed)
+    layout = Layout.of(whole)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    trainer = RankTrainer(task, job, layout, strategy, Meshes(strategy.mesh, "cuda"), device, "silo")
+    trainer.load(layout.flatten(whole).clone(), {})
+    trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: None)
+    most = torch.cuda.max_memory_allocated(device) - before
+    return Measured(estimate(probe, strategy, count).peak, most)
+
+
 def peak_of(traced: profile) -> int:
     """The most bytes that were allocated at a time since the profile began.
 

@@ -1,0 +1,411 @@
+"""The phases of `make gpu`, each in a process: `python tools/gpu/phases.py NAME RESULT [--rehearse]`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import override
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Findings:
+    """What a phase found; `rehearse`: on the CPU, at a size that takes seconds."""
+
+    rehearse: bool
+    figures: dict[str, str] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        """The card, or the CPU in a rehearsal."""
+        return torch.device("cpu" if self.rehearse else "cuda:0")
+
+    @contextmanager
+    def trying(self, what: str) -> Iterator[None]:
+        """What breaks here has failed, and the phase goes on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - each failure is a finding
+            self.failed.append(f"{what}: {type(error).__name__}: {str(error).strip()[:300]}")
+
+    def expect(self, what: str, figure: str, *, holds: bool) -> None:
+        """A figure that must be so."""
+        self.figures[what] = figure
+        if not holds:
+            self.failed.append(f"{what}: {figure}")
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if not self.rehearse:
+            torch.cuda.synchronize()
+
+
+@contextmanager
+def alone(found: Findings) -> Iterator[None]:
+    """A process group of this process only, on the backend that training would take."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(str(Path(folder) / "store"), 1)
+        backend = "gloo" if found.rehearse else "nccl"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def tests(found: Findings) -> None:
+    """pytest -m gpu; in a rehearsal they are only collected."""
+    extra = ["--collect-only"] if found.rehearse else []
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *extra, "tests"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]]
+    found.expect("pytest -m gpu", lines[-1].strip("= "), holds=done.returncode == 0)
+    found.failed += [line for line in lines if line.startswith("FAILED")]
+
+
+def ranks(found: Findings) -> None:
+    """Every strategy that so many ranks allow against one process."""
+    from roundtable.cluster.tools.local_ranks import run_ranks
+    from roundtable.cluster.tools.verify import TOLERANCE
+
+    there = 2 if found.rehearse else torch.cuda.device_count()
+    for world in (1, 2):
+        if world > there:
+            found.skipped.append(f"{world} ranks: there is {there} device, and NCCL refuses two ranks on one")
+            continue
+        with found.trying(f"{world} ranks"):
+            result = run_ranks(world, "roundtable.cluster.tools.verify", found.device.type)
+            for check in result["checks"]:
+                off = check["difference"]
+                name = f"{world} on {result['backend']}: {check['strategy']}"
+                found.expect(name, f"{off:.1e} from one process", holds=off < TOLERANCE)
+
+
+FAULT = """
+        real = model.training and type(batch[0]) is torch.Tensor and batch[0].device.type == DEVICE
+        self.calls += int(real)
+        mark = pathlib.Path(self.options.get("mark", "/nowhere/mark"))
+        if real and self.calls == 6 and self.options.get("fault") and not mark.exists():
+            mark.touch()
+            if self.options["fault"] == "memory":
+                torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
+            if self.options["fault"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return F.cross_entropy(model(batch[0]), batch[1] + 999)
+        """
+
+
+def faults(found: Findings) -> None:
+    """Faults that really happen, under the agent, and what it makes of them."""
+    for fault in ("memory", "kill", "assert"):
+        with found.trying(fault), tempfile.TemporaryDirectory() as folder:
+            asyncio.run(_fault(found, fault, Path(folder)))
+    with alone(found):
+        _spread(found)
+
+
+async def _fault(found: Findings, fault: str, folder: Path) -> None:
+    from cluster_silo import TASK, Silo, watched
+
+    from roundtable.client.failures import WorkFailed
+    from roundtable.cluster.train.orders import Advice
+
+    loss = "return F.cross_entropy(model(batch[0]), batch[1])\n    def metrics"
+    code = TASK.replace(loss, FAULT + loss).replace("DEVICE", repr(found.device.type))
+    table = {"devices": 1, "backend": "gloo" if found.rehearse else "nccl", "timeout": 60.0}
+    silo = Silo(folder, code=code, table=table, fault=fault)
+    told: list[str] = []
+    async with silo.trainer() as trainer:
+        work = replace(silo.work(), trouble=lambda kind, detail, done: told.append(kind))
+        if fault == "assert":
+            try:
+                await trainer.train(work, watched([]))
+            except WorkFailed as error:
+                kept = Advice.read(silo.config.state / "cluster").lost == ()
+                found.expect(
+                    "assert", f"{error.kind}, devices kept: {kept}", holds=error.kind == "task_error" and kept
+                )
+            else:
+                found.failed.append("assert: training went on")
+            return
+        await trainer.train(work, watched([]))
+    off = float((silo.update() - silo.alone()).abs().max())
+    kind = {"memory": "out_of_memory", "kill": "node_failure"}[fault]
+    figure = f"{', '.join(told)}; the update is {off:.1e} from an undisturbed one"
+    found.expect(fault, figure, holds=told == [kind] and off < 1e-4)
+
+
+def _spread(found: Findings) -> None:
+    """Offload and tied weights, against one process."""
+    from roundtable.cluster.parallel.strategy import Mesh, Strategy
+    from roundtable.cluster.tools.verify import TOLERANCE, Probe, difference
+
+    class Tied(Probe):
+        @override
+        def model(self) -> nn.Module:
+            whole = super().model()
+            whole[-1].weight = whole[0].weight
+            return whole
+
+    cases: list[tuple[str, type[Probe], Strategy]] = [
+        ("tied weights, zero3", Tied, Strategy(Mesh(), "zero3", 2)),
+        ("tied weights, zero2 with checkpointing", Tied, Strategy(Mesh(), "zero2", 2, checkpointing="every")),
+        ("offload", Probe, Strategy(Mesh(), "zero3", 2, offload=True)),
+    ]
+    for name, task, strategy in cases:
+        with found.trying(name):
+            off = difference(strategy, found.device, task)
+            found.expect(name, f"{off:.1e} from one process", holds=off < TOLERANCE)
+
+
+def speed(found: Findings) -> None:
+    """Steps of the cluster's loop and of one written by hand, in turn; the median of each."""
+    from cluster_models import Language
+
+    from roundtable.client.policy.cluster_table import ClusterTable
+    from roundtable.cluster.parallel.meshes import Meshes
+    from roundtable.cluster.parallel.strategy import Mesh, Strategy
+    from roundtable.cluster.plan.arithmetic import count_work
+    from roundtable.cluster.plan.device_peaks import peak_flops
+    from roundtable.cluster.plan.model_probe import example_batch
+    from roundtable.cluster.train.rank_trainer import RankTrainer
+    from roundtable.cluster.train.round_reports import RoundProgress, StepReport
+    from roundtable.core import JobConfig, Layout
+    from roundtable.core.task import Site, initial_state
+
+    big = {"dim": 1024, "layers": 24, "heads": 16, "hidden": 2816, "vocabulary": 32000, "length": 1024}
+    small = {"dim": 32, "layers": 2, "heads": 4, "hidden": 64, "vocabulary": 64, "length": 16}
+    size, batch, steps = (small, 4, 6) if found.rehearse else (big, 16, 30)
+
+    class Model(Language):
+        def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+    task = Model(examples=2 * batch, **size)
+    data, _ = task.data(Site("silo"))
+    work = count_work(task, example_batch(data)).flops * batch
+    peak = peak_flops(ClusterTable(), found.device, "bfloat16")
+
+    def figure(seconds: list[float]) -> str:
+        middle = statistics.median(seconds[len(seconds) // 3 :])
+        used = f", {work / middle / peak:.1%} of the peak" if peak else ""
+        return f"{1000 * middle:.1f} ms a step{used}"
+
+    def by_hand(*, compiled: bool) -> list[float]:
+        model = initial_state(task, 1).to(found.device)
+        run: Any = torch.compile(model) if compiled else model
+        optimizer = task.optimizer(model.parameters())
+        rows = tuple(part[:batch].to(found.device) for part in data)
+        taken = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            with torch.autocast(found.device.type, torch.bfloat16):
+                loss = task.loss(run, rows)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+            taken.append(time.perf_counter() - began)
+        return taken
+
+    def ours(strategy: Strategy) -> list[float]:
+        table = {"steps": steps, "batch_size": batch, "max_gradient_norm": 1.0}
+        job = JobConfig.model_validate({"task": "t", "seed": 1, "algorithm": table})
+        whole = initial_state(task, 1)
+        layout = Layout.of(whole)
+        meshes = Meshes(strategy.mesh, found.device.type)
+        trainer = RankTrainer(task, job, layout, strategy, meshes, found.device, "silo")
+        trainer.load(layout.flatten(whole).clone(), {})
+        seen: list[StepReport] = []
+        trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), seen.append)
+        return [report.seconds for report in seen]
+
+    plain = Strategy(Mesh(), "none", batch, precision="bfloat16")
+    cases: dict[str, Callable[[], list[float]]] = {
+        "by hand": partial(by_hand, compiled=False),
+        "cluster, none": partial(ours, plain),
+        "cluster, zero3": partial(ours, replace(plain, data_parallel="zero3")),
+    }
+    if found.rehearse:
+        found.skipped.append("compiled: compiling takes longer than a rehearsal may")
+    else:
+        cases["by hand, compiled"] = partial(by_hand, compiled=True)
+        if "compile" in {one.name for one in fields(Strategy)}:
+            cases["cluster, none, compiled"] = partial(ours, replace(plain, **{"compile": True}))
+        else:
+            found.skipped.append("cluster, compiled: no strategy compiles")
+    with alone(found):
+        for name, run in cases.items():
+            with found.trying(name):
+                found.figures[name] = figure(run())
+                if not found.rehearse:
+                    torch.cuda.empty_cache()
+
+
+def memory(found: Findings) -> None:
+    """What the planner says that a strategy needs, and what the allocator had at most."""
+    import real_memory
+
+    from roundtable.cluster.parallel.strategy import Mesh, Strategy
+
+    plain = Strategy(Mesh(), "none", 4)
+    cases = [
+        ("none", "large", plain, 2),
+        ("zero3", "deep", replace(plain, data_parallel="zero3"), 2),
+        ("none, checkpointing every", "deep", replace(plain, checkpointing="every"), 1),
+        ("none, bfloat16", "deep", replace(plain, precision="bfloat16"), 1),
+    ]
+    with alone(found):
+        for name, model, strategy, count in cases[: 2 if found.rehearse else None]:
+            with found.trying(name):
+                if found.rehearse:
+                    one = real_memory.measure(0, [(name, model, strategy, count)])[name]
+                else:
+                    one = real_memory.measure_device(model, strategy, count, found.device)
+                share = one.estimated / one.allocated
+                figure = f"{share:.2f} of {one.allocated / (1 << 20):.0f} MiB"
+                found.expect(name, figure, holds=0.85 < share < 1.15)
+
+
+def simulation(found: Findings) -> None:
+    """A round of many clients stacked and one by one: seconds, and how far the models are apart."""
+    from simulated_tasks import Perceptron
+
+    from roundtable.core import JobConfig
+    from roundtable.simulation.simulate import simulate
+
+    clients = 8 if found.rehearse else 1000
+    models, took = {}, {}
+    for backend in ("sequential", "stacked"):
+        with found.trying(backend):
+            job = JobConfig.model_validate(
+                {
+                    "task": "perceptron",
+                    "rounds": 2,
+                    "cohort": {"size": clients},
+                    "algorithm": {"learning_rate": 0.05, "batch_size": 8, "epochs": 1},
+                    "evaluation": {"every": 0},
+                    "simulation": {
+                        "clients": clients,
+                        "backend": backend,
+                        "device": found.device.type,
+                        "workers": 1,
+                    },
+                }
+            )
+            began = time.perf_counter()
+            models[backend] = simulate(job, Perceptron()).model.vector
+            found.wait()
+            took[backend] = time.perf_counter() - began
+            found.figures[f"{clients} clients, 2 rounds, {backend}"] = f"{took[backend]:.2f} s"
+    if len(models) == 2:
+        off = float((models["stacked"] - models["sequential"]).norm() / models["sequential"].norm())
+        found.expect("stacked against sequential", f"{off:.1e} apart", holds=off < 1e-3)
+        found.figures["sequential over stacked"] = f"{took['sequential'] / took['stacked']:.2f}"
+
+
+def aggregation(found: Findings) -> None:
+    """Each rule on rows of the device, and on the same rows on the CPU."""
+    from roundtable.aggregation.pipeline import AggregationConfig, aggregate
+    from roundtable.aggregation.registry import RULES
+    from roundtable.aggregation.rows.matrix import TensorMatrix
+    from roundtable.aggregation.stages import RuleContext
+    from roundtable.aggregation.validation import ClientRow
+
+    rows, columns = (12, 20_000) if found.rehearse else (32, 10_000_000)
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(6))
+    clients = [ClientRow(f"silo-{index:02}") for index in range(rows)]
+    given: dict[str, dict[str, Any]] = {"centred_clipping": {"tau": 5.0}, "monna": {"pivot": 2}}
+    for name in sorted(RULES):
+        parameters = {**({"f": 2} if RULES[name].takes("f") else {}), **given.get(name, {})}
+        results, took = {}, {}
+        with found.trying(name):
+            config = AggregationConfig(name, parameters)
+            for place in (torch.device("cpu"), found.device):
+                context = RuleContext(root_update=values[0].to(place), previous=values[1].to(place))
+                began = time.perf_counter()
+                moved = values.to(place)
+                results[place] = aggregate(TensorMatrix(moved), clients, config, context=context).vector.cpu()
+                took[place] = time.perf_counter() - began
+            first, second = results[torch.device("cpu")], results[found.device]
+            off = float((first - second).norm() / first.norm().clamp(min=1e-12))
+            same = "the same bytes" if torch.equal(first, second) else f"{off:.1e} apart"
+            gain = took[torch.device("cpu")] / took[found.device]
+            found.expect(name, f"{same}; the CPU takes {gain:.2f} times as long", holds=off < 1e-5)
+
+
+def prefetch(found: Findings) -> None:
+    """A round with batches copied ahead, and one that waits for each."""
+    from cluster_models import Language
+
+    from roundtable.cluster.parallel.meshes import Meshes
+    from roundtable.cluster.parallel.strategy import Mesh, Strategy
+    from roundtable.cluster.train.prefetch import Prefetched
+    from roundtable.cluster.train.rank_trainer import RankTrainer
+    from roundtable.cluster.train.round_reports import RoundProgress
+    from roundtable.core import JobConfig, Layout
+    from roundtable.core.task import Site, initial_state
+
+    task = Language(examples=64)
+    data, _ = task.data(Site("silo"))
+    job = JobConfig.model_validate({"task": "t", "seed": 1, "algorithm": {"steps": 12, "batch_size": 8}})
+    strategy, ends = Strategy(Mesh(), "none", 4), []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with alone(found):
+        for ahead in (Prefetched.ahead, lambda self: None):
+            kept, Prefetched.ahead = Prefetched.ahead, ahead  # type: ignore[method-assign,assignment]
+            whole = initial_state(task, 1)
+            layout = Layout.of(whole)
+            trainer = RankTrainer(
+                task, job, layout, strategy, Meshes(Mesh(), found.device.type), found.device, "silo"
+            )
+            trainer.load(layout.flatten(whole).clone(), {})
+            trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: None)
+            ends.append([tensor.detach().cpu().clone() for _, tensor in trainer.replica.tensors()])
+            Prefetched.ahead = kept  # type: ignore[method-assign]
+    same = all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+    found.expect("12 steps, batches ahead or not", "the same bits" if same else "other bits", holds=same)
+
+
+def main() -> int:
+    """Runs one phase, and writes what it found; what was found is no error of the phase's."""
+    name, result = sys.argv[1], Path(sys.argv[2])
+    found = Findings(rehearse="--rehearse" in sys.argv[3:])
+    {each.__name__: each for each in PHASES}[name](found)
+    values = {"figures": found.figures, "failed": found.failed, "skipped": found.skipped}
+    result.write_text(json.dumps(values))
+    return 0
+
+
+PHASES: tuple[Callable[[Findings], None], ...] = (
+    tests,
+    ranks,
+    faults,
+    speed,
+    memory,
+    simulation,
+    aggregation,
+    prefetch,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(main())
