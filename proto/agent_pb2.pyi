@@ -359,19 +359,23 @@ class Capacity(google.protobuf.message.Message):
     JOBS_FIELD_NUMBER: builtins.int
     GPUS_FIELD_NUMBER: builtins.int
     MEMORY_FIELD_NUMBER: builtins.int
+    DISK_FIELD_NUMBER: builtins.int
     jobs: builtins.int
     """Jobs that may have their turn here at a time."""
     gpus: builtins.int
     memory: builtins.int
     """Bytes of main memory."""
+    disk: builtins.int
+    """Bytes that are free on the disk of the state folder."""
     def __init__(
         self,
         *,
         jobs: builtins.int = ...,
         gpus: builtins.int = ...,
         memory: builtins.int = ...,
+        disk: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["gpus", b"gpus", "jobs", b"jobs", "memory", b"memory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["disk", b"disk", "gpus", b"gpus", "jobs", b"jobs", "memory", b"memory"]) -> None: ...
 
 global___Capacity = Capacity
 

@@ -17,6 +17,7 @@ from roundtable.server.auth.oidc import OidcTable
 from roundtable.server.auth.quotas import QuotaTable
 from roundtable.server.operations.alerts import AlertTable
 from roundtable.server.operations.populations import Populations
+from roundtable.server.queue.queue_rules import ProjectTable, QueueRules
 
 
 class RootTable(Table):
@@ -116,6 +117,14 @@ class ServerConfig(Table):
     queue_ageing: Seconds = Field(
         3600.0, gt=0, description="waiting for so long raises a job in the queue by one step of priority"
     )
+    queue_turns: int | None = Field(
+        None,
+        ge=1,
+        description="jobs that have their turn at a time; default: as many as the silos have room for",
+    )
+    projects: dict[str, ProjectTable] = Field(
+        default_factory=dict, description="weights and quotas of projects in the queue of jobs, by name"
+    )
     alerts: AlertTable = Field(default_factory=AlertTable, description="who is told of incidents")
 
     metrics: str = Field(
@@ -135,6 +144,11 @@ class ServerConfig(Table):
     root_data: dict[str, RootTable] = Field(
         default_factory=dict, description="trusted data by task name, for rules such as fltrust"
     )
+
+    @property
+    def queue(self) -> QueueRules:
+        """How jobs have their turns."""
+        return QueueRules(self.queue_ageing, self.queue_turns, self.projects)
 
     @field_validator("populations")
     @classmethod

@@ -171,7 +171,7 @@ class Coordinator:
             trusted=self.trusted or NoTrustedTraining(),
             observer=self.observer,
             populations=Populations(config.populations),
-            ageing=config.queue_ageing,
+            queue=config.queue,
         )
         self.jobs = JobRegistry(services)
         self.security = Security(config, self._database, credentials, alerts, artifacts.load, self.clock)

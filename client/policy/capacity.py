@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -11,11 +13,12 @@ from roundtable.client.policy.config import AgentConfig
 
 
 class SiloCapacity(NamedTuple):
-    """How many jobs at a time, GPUs, bytes of main memory; 0 bytes where that cannot be told."""
+    """How many jobs at a time, GPUs, bytes of main memory and of free disk; 0 where that cannot be told."""
 
     jobs: int
     gpus: int
     memory: int
+    disk: int
 
 
 def capacity_of(config: AgentConfig) -> SiloCapacity:
@@ -25,7 +28,15 @@ def capacity_of(config: AgentConfig) -> SiloCapacity:
         gpus = min(gpus, 1)
     if config.policy.max_gpus is not None:
         gpus = min(gpus, config.policy.max_gpus)
-    return SiloCapacity(config.jobs, gpus, config.policy.memory_bytes or _physical_memory())
+    memory = config.policy.memory_bytes or _physical_memory()
+    return SiloCapacity(config.jobs, gpus, memory, _free_disk(config.state))
+
+
+def _free_disk(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
 
 
 def _physical_memory() -> int:

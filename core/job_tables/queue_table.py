@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from roundtable.core.quantities import parse_size
-from roundtable.core.toml_tables import Name, Names, Table
+from roundtable.core.toml_tables import Name, Names, Seconds, Table
 
 
 def _moment(value: object) -> object:
@@ -50,18 +51,47 @@ class QueueTable(Table):
         return datetime.fromisoformat(self.start).timestamp()
 
 
+Size = Annotated[str, AfterValidator(_size)]
+Labels = dict[str, str]
+
+
+def covers(labels: Mapping[str, str], metadata: Mapping[str, str]) -> bool:
+    """Whether a silo's [metadata] has all these labels."""
+    return all(metadata.get(label) == value for label, value in labels.items())
+
+
+class GroupTable(Table):
+    """One of `[resources] at_least`: so many silos with these labels."""
+
+    silos: int = Field(ge=1, le=100_000, description="so many of them")
+    labels: Labels = Field(min_length=1, max_length=20, description="[metadata] that they declare")
+
+
 class ResourcesTable(Table):
     """`[resources]`: what each silo must have, and gives to this job while it runs. Others are not asked."""
 
     gpus: int = Field(0, ge=0, le=10_000, description="GPUs")
-    memory: Annotated[str, AfterValidator(_size)] | None = Field(
-        None, description='main memory, for example "16GiB"'
-    )
-    labels: dict[str, str] = Field(
+    memory: Size | None = Field(None, description='main memory, for example "16GiB"')
+    disk: Size | None = Field(None, description='room on the disk of its state folder, for example "50GiB"')
+    labels: Labels = Field(
         default_factory=dict, max_length=20, description="[metadata] that it must declare: region = 'north'"
+    )
+    at_least: list[GroupTable] = Field(
+        default_factory=list,
+        max_length=20,
+        description="silos that are connected, all together, before the job has its turn: "
+        "[{ silos = 3, labels = { region = 'north' } }]",
+    )
+    expected: Seconds | None = Field(
+        None, gt=0, description='time that all its rounds take: "4h"; measured once a round has ended'
     )
 
     @property
     def memory_bytes(self) -> int:
         """`memory` in bytes; 0 where none is asked for."""
         return 0 if self.memory is None else parse_size(self.memory)
+
+    @property
+    def disk_bytes(self) -> int:
+        """`disk` in bytes; 0 where none is asked for."""
+        return 0 if self.disk is None else parse_size(self.disk)

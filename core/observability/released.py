@@ -312,7 +312,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         "maintenance capacity passage",
     ),
     "Passage": _of(Tells.PUBLIC, "relay signature"),
-    "Capacity": _of(Tells.PUBLIC, "jobs gpus memory"),
+    "Capacity": _of(Tells.PUBLIC, "jobs gpus memory disk"),
     # A person at the silo decides, and writes the reason.
     "Maintenance": _of(Tells.PUBLIC, "drained reason"),
     # Where the level hides a silo's training, lines with figures of it leave if its own file says so.

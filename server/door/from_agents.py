@@ -209,6 +209,7 @@ def _capacity(said: agent_pb2.Capacity) -> Capacity:
         bounds.within(said.jobs, 1, 1000, "the jobs at a time"),
         bounds.within(said.gpus, 0, 10_000, "the number of GPUs"),
         bounds.within(said.memory, 0, bounds.MOST_COUNT, "the bytes of memory"),
+        bounds.within(said.disk, 0, bounds.MOST_COUNT, "the free bytes of disk"),
     )
 
 

@@ -141,7 +141,8 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     tracking = JobTracking(row.id, job, services.tracking, history)
     parts = JobParts(inbox, instructions, collection, account, aggregate)
     actions = JobActions(row.id, parts, tracking, services, tasks)
-    return JobRunner(row, job, layout, engine, parts, actions, services, stored.sequence)
+    durations = [record.ended - record.started for record in history]
+    return JobRunner(row, job, layout, engine, parts, actions, services, stored.sequence, durations)
 
 
 def with_settled_noise(job: JobConfig, noise: Mapping[str, Any]) -> JobConfig:

@@ -93,3 +93,11 @@ class JobInbox:
         while not self._queue.empty():
             rest.append(self._queue.get_nowait())
         return rest
+
+
+def client_of(event: m.Event) -> str:
+    """The client that the event is of; empty if it is of none."""
+    failed = event.failure.site if isinstance(event, m.ClientFailed | m.Troubled) else ""
+    update = event.update.client if isinstance(event, m.UpdateArrived) else ""
+    client = failed or update or getattr(event, "client", "")
+    return client.name if isinstance(client, m.ClientInfo) else client

@@ -63,7 +63,7 @@ class JobRegistry:
         self._background: asyncio.Task[None] | None = None
         self._left_out: set[tuple[str, str, m.Step]] = set()
         self.turns = Turns(
-            self._runners.values, services.sessions.clients, self._statuses, services.clock, services.ageing
+            self._runners.values, services.sessions.clients, self._statuses, services.clock, services.queue
         )
 
     @property

@@ -12,6 +12,7 @@ from roundtable.server.jobs.trusted_training import TrustedTraining
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
 from roundtable.server.operations.populations import Populations
+from roundtable.server.queue.queue_rules import QueueRules
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.retention import Retention
 from roundtable.server.store import Database
@@ -24,7 +25,7 @@ class JobServices:
 
     `compute` is the one thread in which models are made; `writer` names this process in the rows that it
     writes; `together` groups small writes of many callers; `tracking` is the folder of all jobs' trackers;
-    `ageing`: see `Turns`.
+    `queue` is what operators have set for the turns of jobs.
     """
 
     database: Database
@@ -40,4 +41,4 @@ class JobServices:
     trusted: TrustedTraining
     observer: CoordinatorObserver
     populations: Populations
-    ageing: float
+    queue: QueueRules

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,12 +28,13 @@ from roundtable.core.observability.released import Told
 from roundtable.engine import EngineView, RoundEngine
 from roundtable.engine import messages as m
 from roundtable.server.jobs.actions import JobActions, JobParts
-from roundtable.server.jobs.job_inbox import Arrival, Verdict
+from roundtable.server.jobs.job_inbox import Arrival, Verdict, client_of
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.operations.incidents import incident_of, storage_incident
 from roundtable.server.operations.publication import Publication
 from roundtable.server.queue.contenders import contender_of
-from roundtable.server.queue.decision import Contender, Standing
+from roundtable.server.queue.pace import Pace
+from roundtable.server.queue.standing import Contender, Standing
 from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, Transition, UpdateRow
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.jobs import apply
@@ -69,7 +70,7 @@ class JobRunner:
 
     `round_began` is when the round that is under way began, over all its attempts, as far as this process
     knows: after a restart, when the attempt began. `standing` is what the queue of jobs has said of it last;
-    `when_moved` is called when that may change.
+    `when_moved` is called when that may change. `durations` are the seconds of the rounds so far.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class JobRunner:
         actions: JobActions,
         services: JobServices,
         sequence: int,
+        durations: Iterable[float] = (),
     ) -> None:
         self.row = row
         self.job = job
@@ -101,7 +103,7 @@ class JobRunner:
         self._culprit: tuple[str, m.Step] | None = None
         self.standing: Standing | None = None
         self.when_moved: Callable[[], None] = lambda: None
-        self._pace: float | None = None
+        self._pace = Pace(durations)
         self._turn = self._present_turn()
         attempt = engine.state.attempt
         self.round_began = attempt.started if attempt else services.clock()
@@ -128,7 +130,8 @@ class JobRunner:
 
     def contender(self, blocked: str) -> Contender | None:
         """The job as the queue sees it; None where it is paused or over."""
-        return contender_of(self.row, self.job, self._engine, self._pace, blocked)
+        elapsed = self._services.clock() - self.round_began
+        return contender_of(self.row, self.job, self._engine, blocked, self._pace.seconds, elapsed)
 
     def has_asked(self, client: str) -> bool:
         """Whether a round of the job has ever drawn this client."""
@@ -237,7 +240,7 @@ class JobRunner:
 
     def _take(self, arrival: Arrival, batch: PendingTransition) -> None:
         event = arrival.event
-        client, step = _client_of(event), getattr(event, "step", None)
+        client, step = client_of(event), getattr(event, "step", None)
         self._handled = f"{type(event).__name__} of {client}" if client else type(event).__name__
         self._culprit = (client, step) if client and step else None
         if arrival.update is not None and isinstance(event, (m.UpdateArrived, m.ClientFailed)):
@@ -268,6 +271,7 @@ class JobRunner:
                     # Why a job has ended or is paused the engine has noted itself.
                     batch.actions.append(action)
                 case m.Commit(record):
+                    self._pace.add(record.ended - record.started)
                     batch.records.append(self._publication.plain(record))
                     batch.actions.append(action)
                     now = self._services.clock()
@@ -302,8 +306,6 @@ class JobRunner:
         self._services.observer.moved(self.row.id, step, batch.records, time.monotonic() - began)
         if (turn := self._present_turn()) != self._turn:
             now = self._services.clock()
-            if 0 < self._turn.round < turn.round:
-                self._pace = now - self.round_began
             if (turn.round, turn.status) != (self._turn.round, self._turn.status):
                 self.round_began = now
             self._turn = turn
@@ -382,14 +384,6 @@ class JobRunner:
 def _event_row(sequence: int, now: float, more: Mapping[str, Any], note: m.Note) -> EventRow:
     detail = {**note.detail, **more}
     return EventRow(sequence, now, note.kind, note.message, note.round, note.attempt, note.client, detail)
-
-
-def _client_of(event: m.Event) -> str:
-    """The client that the event is of; empty if it is of none."""
-    failed = event.failure.site if isinstance(event, m.ClientFailed | m.Troubled) else ""
-    update = event.update.client if isinstance(event, m.UpdateArrived) else ""
-    client = failed or update or getattr(event, "client", "")
-    return client.name if isinstance(client, m.ClientInfo) else client
 
 
 def _released(actions: list[m.Action]) -> list[tuple[int, int]]:

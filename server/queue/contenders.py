@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 
 from roundtable.core.config import JobConfig
-from roundtable.core.job_tables.queue_table import ResourcesTable
+from roundtable.core.job_tables.queue_table import ResourcesTable, covers
 from roundtable.engine import RoundEngine
 from roundtable.engine import messages as m
 from roundtable.engine.view import shortage
-from roundtable.server.queue.decision import ONE_JOB, Amounts, Contender
+from roundtable.server.queue.standing import Contender
+from roundtable.server.queue.timeline import ONE_JOB, Amounts
 from roundtable.server.store import AgentRow, JobRow
 
 
 def contender_of(
-    row: JobRow, job: JobConfig, engine: RoundEngine, pace: float | None, blocked: str
+    row: JobRow, job: JobConfig, engine: RoundEngine, blocked: str, pace: float | None, elapsed: float
 ) -> Contender | None:
-    """The job as `schedule` takes it; None where it is paused or over. `pace`: seconds that a round takes."""
+    """The job as `schedule` takes it; None where it is paused or over.
+
+    `pace`: seconds that its rounds took, None before the first; `elapsed`: those of the one that runs so far.
+    """
     state, population = engine.state, engine.population
     if state.status not in ("waiting", "running"):
         return None
-    held = population.held()
+    held, there = population.held(), population.free()
+    rest, ends = _durations(job, engine, pace, elapsed)
     return Contender(
         job=row.id,
         name=row.name,
@@ -29,20 +34,54 @@ def contender_of(
         since=state.queued or row.submitted,
         turn=not engine.queued,
         silos=frozenset(name for name in population.known() if name not in held),
-        there=len(population.free()),
+        there=len(there),
         least=engine.least,
         demand=demand_of(job.resources),
         starved=engine.starved,
         yielding=bool(state.yielding),
-        shortage=shortage(engine.least, population),
+        shortage=_shortage(job, engine),
         blocked=state.hold or blocked,
-        rest=None if pace is None else pace * (job.rounds - state.summary.done),
+        rest=rest,
+        ends=ends,
     )
+
+
+def _durations(
+    job: JobConfig, engine: RoundEngine, pace: float | None, elapsed: float
+) -> tuple[float | None, float | None]:
+    """Seconds until the last round ends, and until the one that runs does: measured, else as the job says."""
+    stated = None if job.resources.expected is None else job.resources.expected / job.rounds
+    each, left = stated if pace is None else pace, job.rounds - engine.state.summary.done
+    if each is None:
+        return None, None
+    if engine.queued:
+        return each * left, None
+    ends = max(0.0, each - elapsed)
+    return ends + each * max(0, left - 1), ends
+
+
+def _shortage(job: JobConfig, engine: RoundEngine) -> str:
+    """Which silos the job still waits for before it can begin; "" where it can."""
+    population = engine.population
+    there = population.free()
+    if len(there) < engine.least:
+        return shortage(engine.least, population)
+    for group in job.resources.at_least:
+        count = sum(covers(group.labels, population.info(name).metadata) for name in there)
+        if count < group.silos:
+            wanted = ", ".join(f"{label} = {value}" for label, value in group.labels.items())
+            return f"{count} of {group.silos} silos with {wanted} are available; waiting for more to connect"
+    return ""
 
 
 def demand_of(wish: ResourcesTable) -> Amounts:
     """What the job takes of each silo while it has its turn."""
-    amounts = {"jobs": 1.0, "gpus": float(wish.gpus), "memory": float(wish.memory_bytes)}
+    amounts = {
+        "jobs": 1.0,
+        "gpus": float(wish.gpus),
+        "memory": float(wish.memory_bytes),
+        "disk": float(wish.disk_bytes),
+    }
     return {resource: amount for resource, amount in amounts.items() if amount}
 
 
@@ -51,7 +90,8 @@ def amounts_of(silo: AgentRow) -> Amounts:
     if silo.capacity is None:
         return ONE_JOB
     amounts: dict[str, float] = {"jobs": silo.capacity.jobs, "gpus": silo.capacity.gpus}
-    return amounts | ({"memory": silo.capacity.memory} if silo.capacity.memory else {})
+    told = {"memory": silo.capacity.memory, "disk": silo.capacity.disk}
+    return amounts | {resource: amount for resource, amount in told.items() if amount}
 
 
 def held_of(silo: AgentRow) -> m.Held | None:
@@ -68,7 +108,7 @@ def held_for(job: JobConfig, silo: AgentRow) -> m.Held | None:
 
 def suits(wish: ResourcesTable, silo: AgentRow) -> bool:
     """Whether the silo has what the job asks for; one that was never heard of what it has may have it."""
-    if any(silo.metadata.get(label) != value for label, value in wish.labels.items()):
+    if not covers(wish.labels, silo.metadata):
         return False
     has = amounts_of(silo)
     return silo.capacity is None or all(

@@ -1,12 +1,17 @@
-"""Which jobs have their turn: a pure function of the jobs, the silos and the clock.
+"""Which jobs have their turn: a pure function of the jobs, the silos, the operators' rules and the clock.
 
 A job's turn is of all its silos together or of none (gang scheduling): one that waits holds nothing. Among
 those that wait, the higher level goes first; at one level the project with the smallest dominant share of
-what the silos have (Ghodsi et al. 2011, Dominant Resource Fairness, Algorithm 1), then who has waited
-longest. A level is the job's priority, and one more for each `ageing` seconds of waiting; a turn does not
-age. A job that stands a level above all that are in its way takes their turns when their rounds end; until
-then nobody behind it gets what it waits for. So nobody starves: whoever waits rises, and those with a turn do
-not. Who is in nobody's way begins at once, also before those that stand higher and cannot (backfill).
+what the silos have (Ghodsi et al. 2011, Dominant Resource Fairness, Algorithm 1, with weights as in its
+Section 4.3), then who has waited longest. A level is the job's priority, and one more for each `ageing`
+seconds of waiting; a turn does not age. A job that stands a level above all that are in its way takes their
+turns when their rounds end; until then nobody behind it gets what it waits for. So nobody starves: whoever
+waits rises, and those with a turn do not.
+
+Each job that waits is promised the first time at which all that it needs is free for as long as it takes, if
+all keep to what is expected of them (conservative backfill: Mu'alem and Feitelson 2001). One that is in
+nobody's way begins at once, also before those that stand higher, unless that would break such a promise to
+them. Where it is not known how long somebody takes, nothing that comes after is promised or kept free.
 """
 
 from __future__ import annotations
@@ -14,98 +19,62 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-Amounts = Mapping[str, float]
-"""Of each resource how much: "jobs", "gpus", "memory" (bytes). What is not named is not limited."""
-ONE_JOB: Amounts = {"jobs": 1.0}
+from roundtable.server.queue.queue_rules import ALL, QueueRules
+from roundtable.server.queue.standing import Contender, Standing
+from roundtable.server.queue.timeline import ONE_JOB, Amounts, Needs, Spot, Timeline
+
 _SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A job that is neither over nor paused, as the queue sees it.
-
-    - `since`: when it began to wait, or got its turn; `turn`: it has it; `yielding`: until its round ends.
-    - `starved`: it has its turn, and nobody was asked for anything yet.
-    - `silos`: all that are known, suit it and may be asked; `there`: how many of them are connected;
-      `least`: with how many of them it can begin; `shortage`: what it waits for where these are fewer.
-    - `demand`: what it takes of each silo.
-    - `blocked`: why it cannot have its turn, whatever the others do; "" where it can.
-    - `rest`: seconds until its last round ends if they go on as they did; None where none has ended yet.
-    """
-
-    job: str
-    name: str
-    project: str
-    priority: int
-    since: float
-    turn: bool
-    silos: frozenset[str]
-    there: int
-    least: int
-    demand: Amounts
-    starved: bool = False
-    yielding: bool = False
-    shortage: str = ""
-    blocked: str = ""
-    rest: float | None = None
-
-    def level(self, now: float, ageing: float) -> int:
-        """Its priority, and what waiting has added."""
-        waited = 0.0 if self.turn else max(0.0, now - self.since)
-        return self.priority + math.floor(waited / ageing)
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What the queue says of a job, and why. `place` counts those that wait, from 1; 0 for a turn.
-
-    `expected` is about when its turn will be (Unix time); None where that cannot be told.
-    """
-
-    job: str
-    verdict: Literal["runs", "begins", "yields", "waits"]
-    reason: str
-    place: int = 0
-    expected: float | None = None
+_PLANNED = 100
+"""To so many of those that wait a time is promised; the effort grows with the square."""
 
 
 def schedule(
-    contenders: Iterable[Contender], capacities: Mapping[str, Amounts], now: float, ageing: float
+    contenders: Iterable[Contender], capacities: Mapping[str, Amounts], now: float, rules: QueueRules
 ) -> list[Standing]:
     """Those with a turn first, then those that wait, in their order.
 
     `capacities`: of each silo what it has; one that is not named has room for one job. A silo that has less
     than it gives away, because it says so since, gets it back from those with the lowest priority.
     """
-    return _Board(list(contenders), capacities, now, ageing).standings()
+    return _Board(list(contenders), capacities, now, rules).standings()
 
 
 class _Board:
     def __init__(
-        self, contenders: Sequence[Contender], capacities: Mapping[str, Amounts], now: float, ageing: float
+        self,
+        contenders: Sequence[Contender],
+        capacities: Mapping[str, Amounts],
+        now: float,
+        rules: QueueRules,
     ) -> None:
         self._now = now
-        self._ageing = ageing
+        self._rules = rules
         self._turns = sorted((c for c in contenders if c.turn), key=lambda c: (-c.priority, c.since, c.job))
         self._waiting = [c for c in contenders if not c.turn]
-        silos = {silo for c in contenders for silo in c.silos}
-        self._room = {silo: dict(capacities.get(silo, ONE_JOB)) for silo in silos}
+        silos = {silo: capacities.get(silo, ONE_JOB) for c in contenders for silo in c.silos}
         self._total: dict[str, float] = defaultdict(float)
-        for room in self._room.values():
-            for resource, amount in room.items():
+        for amounts in silos.values():
+            for resource, amount in amounts.items():
                 self._total[resource] += amount
+        self._has = rules.places() | {Spot("silo", name): amounts for name, amounts in silos.items()}
+        self._room = {place: dict(amounts) for place, amounts in self._has.items()}
+        self._needs = {c.job: self._needs_of(c) for c in contenders}
+        self._timeline = Timeline(self._has, now)
         self._used: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        self._on: dict[str, list[Contender]] = defaultdict(list)
-        self._gone: dict[str, float | None] = {}
-        self._out: list[str] = [c.job for c in self._turns if c.yielding]
+        self._shares: dict[str, float] = {}
+        self._on: dict[Spot, list[Contender]] = defaultdict(list)
+        self._gone: dict[str, float] = {}
+        self._promised: list[Contender] = []
+        self._claims: list[tuple[Contender, list[Contender]]] = []
 
     def standings(self) -> list[Standing]:
         for contender in self._turns:
             self._take(contender)
-            self._gone[contender.job] = None if contender.rest is None else self._now + contender.rest
+            seconds = contender.round_seconds if contender.yielding else contender.seconds
+            self._gone[contender.job] = self._now + seconds
+            self._timeline.hold(self._needs[contender.job], self._now, self._now + seconds)
         taken_back = self._overdrawn()
         waits = [self._place(contender, number) for number, contender in enumerate(self._in_order(), 1)]
         found = []
@@ -117,9 +86,16 @@ class _Board:
             found.append(Standing(contender.job, verdict, "" if contender.yielding else why))
         return [*found, *waits]
 
+    def _needs_of(self, contender: Contender) -> Needs:
+        """What it takes of each silo, and of what its project and all jobs may have."""
+        needs: dict[Spot, Amounts] = {Spot("silo", name): contender.demand for name in contender.silos}
+        many = len(contender.silos)
+        whole = {"jobs": 1.0, "silos": float(many), "gpus": contender.demand.get("gpus", 0.0) * many}
+        shared = {Spot("project", contender.project): whole, ALL: ONE_JOB}
+        return needs | {place: demand for place, demand in shared.items() if place in self._has}
+
     def _in_order(self) -> Iterable[Contender]:
         """Those that wait, the next one last decided: shares change with each that begins."""
-        self._claims: list[tuple[Contender, list[Contender]]] = []
         left = {contender.job: contender for contender in self._waiting}
         while left:
             following = min(left.values(), key=self._rank)
@@ -127,82 +103,145 @@ class _Board:
             yield following
 
     def _rank(self, contender: Contender) -> tuple[int, float, float, str]:
-        level = contender.level(self._now, self._ageing)
+        level = contender.level(self._now, self._rules.ageing)
         return (-level, self._share(contender.project), contender.since, contender.job)
 
     def _share(self, project: str) -> float:
-        """The project's dominant share: the largest of its shares in each resource."""
-        used = self._used[project]
-        return max((used[r] / total for r, total in self._total.items() if total and r in used), default=0.0)
+        """The project's dominant share: the largest of its shares in each resource, by its weight."""
+        if project not in self._shares:
+            used = self._used[project]
+            shares = (used[r] / total for r, total in self._total.items() if total and r in used)
+            self._shares[project] = max(shares, default=0.0) / self._rules.weight(project)
+        return self._shares[project]
 
     def _take(self, contender: Contender) -> None:
-        for silo in contender.silos:
-            self._on[silo].append(contender)
-            room = self._room[silo]
-            for resource, amount in contender.demand.items():
-                self._used[contender.project][resource] += amount
+        self._shares.pop(contender.project, None)
+        for resource, amount in contender.demand.items():
+            self._used[contender.project][resource] += amount * len(contender.silos)
+        for place, demand in self._needs[contender.job].items():
+            self._on[place].append(contender)
+            room = self._room[place]
+            for resource, amount in demand.items():
                 if resource in room:
                     room[resource] -= amount
 
     def _overdrawn(self) -> dict[str, str]:
-        """Turns that a silo has no room for any more, and why: the lowest go, until the rest fits."""
+        """Turns that a place has no room for any more, and why: the lowest go, until the rest fits."""
         back: dict[str, str] = {}
-        for silo, room in self._room.items():
+        for place, room in self._room.items():
             short = {resource: -amount for resource, amount in room.items() if amount < 0}
-            for contender in sorted(self._on[silo], key=self._turns.index, reverse=True):
-                if not any(short.get(r, 0) > 0 for r in contender.demand):
+            for contender in sorted(self._on[place], key=self._turns.index, reverse=True):
+                demand = self._needs[contender.job][place]
+                if not any(short.get(r, 0) > 0 for r in demand):
                     continue
-                if contender.job not in self._out:
-                    back.setdefault(contender.job, f"{silo} has no room for it any more")
-                short = {r: amount - contender.demand.get(r, 0) for r, amount in short.items()}
+                if not contender.yielding:
+                    back.setdefault(contender.job, f"{_called(place)} has no room for it any more")
+                short = {r: amount - demand.get(r, 0) for r, amount in short.items()}
         return back
 
     def _place(self, contender: Contender, number: int) -> Standing:
         """The verdict on a job that waits, with what it takes or claims noted for those behind it."""
-        if contender.blocked:
-            return Standing(contender.job, "waits", contender.blocked, number)
-        if contender.there < contender.least:
-            return Standing(contender.job, "waits", contender.shortage, number)
-        in_the_way = self._in_the_way(contender)
-        if not in_the_way:
+        job, needs = contender.job, self._needs[contender.job]
+        if blocked := contender.blocked or self._beyond(needs):
+            return Standing(job, "waits", blocked, number)
+        if contender.there < contender.least or contender.shortage:
+            return Standing(job, "waits", contender.shortage, number)
+        in_the_way = self._in_the_way(needs)
+        if in_the_way and number > _PLANNED:
+            return Standing(job, "waits", _has_its_turn(in_the_way), number)
+        begin = self._timeline.first(needs, contender.seconds, self._now)
+        if not in_the_way and begin <= self._now:
             self._take(contender)
-            self._gone[contender.job] = None if contender.rest is None else self._now + contender.rest
-            return Standing(contender.job, "begins", "", number, self._now)
-        level = contender.level(self._now, self._ageing)
-        if all(other.turn and self._gives_way(other, level) for other, _ in in_the_way):
-            self._claims.append((contender, [other for other, _ in in_the_way]))
-            self._take(contender)
+            self._timeline.hold(needs, self._now, self._now + contender.seconds)
+            return Standing(job, "begins", "", number, self._now)
+        if (
+            in_the_way
+            and (moment := self._claimed(contender, [other for other, _ in in_the_way])) is not None
+        ):
             reason = f"begins when the rounds of {_names(o.name for o, _ in in_the_way)} end"
-            return Standing(contender.job, "waits", reason, number, None)
-        where = _names(sorted({silo for _, silo in in_the_way}))
-        reason = f"{_names(other.name for other, _ in in_the_way)} has its turn at {where}"
-        return Standing(contender.job, "waits", reason, number, self._expected(contender, in_the_way))
+            return Standing(job, "waits", reason, number, moment if moment < math.inf else None)
+        reason = _has_its_turn(in_the_way) or self._promised_to(needs)
+        self._timeline.hold(needs, begin, begin + contender.seconds)
+        self._promised.append(contender)
+        begin = min(begin, self._lifted(contender, in_the_way))
+        return Standing(job, "waits", reason, number, begin if begin < math.inf else None)
+
+    def _beyond(self, needs: Needs) -> str:
+        """Which place never has as much as that, with all jobs gone; "" for none."""
+        for place, demand in needs.items():
+            for resource, amount in demand.items():
+                most = self._has[place].get(resource, math.inf)
+                if place.kind != "silo" and amount > most:
+                    return f"{_called(place)} may have {most:g} {resource} at a time, and it takes {amount:g}"
+        return ""
+
+    def _claimed(self, contender: Contender, others: Sequence[Contender]) -> float | None:
+        """When it has its turn after the rounds of those in its way, which it takes over; None where it may
+        not: one of them stands as high, or it would keep somebody from what is promised."""
+        level = contender.level(self._now, self._rules.ageing)
+        if not all(other.turn and self._gives_way(other, level) for other in others):
+            return None
+        needs = self._needs[contender.job]
+        ends = {other.job: self._now + other.round_seconds for other in others}
+        known = [end for end in ends.values() if end < math.inf]
+        # A round whose end is not known counts as over with the last of the others: a plan, no promise.
+        moment = max(known, default=self._now)
+        freed = [other for other in others if min(ends[other.job], moment) < self._gone[other.job]]
+        for other in freed:
+            end = min(ends[other.job], moment)
+            self._timeline.hold(self._needs[other.job], end, self._gone[other.job], -1.0)
+        if self._timeline.first(needs, contender.seconds, moment) > moment:
+            for other in freed:
+                end = min(ends[other.job], moment)
+                self._timeline.hold(self._needs[other.job], end, self._gone[other.job])
+            return None
+        for other in freed:
+            self._gone[other.job] = min(ends[other.job], moment)
+        self._claims.append((contender, list(others)))
+        self._take(contender)
+        self._timeline.hold(needs, moment, moment + contender.seconds)
+        return max(ends.values())
 
     def _gives_way(self, other: Contender, level: int) -> bool:
-        cannot_begin = other.starved and other.there < other.least
+        cannot_begin = other.starved and (other.there < other.least or bool(other.shortage))
         return cannot_begin or other.yielding or level > other.priority
 
-    def _in_the_way(self, contender: Contender) -> list[tuple[Contender, str]]:
-        """Those whose silos have no room for this one beside them, each with one such silo."""
-        found: dict[str, tuple[Contender, str]] = {}
-        for silo in sorted(contender.silos):
-            room = self._room[silo]
-            lacking = [r for r, amount in contender.demand.items() if room.get(r, math.inf) < amount]
-            for other in self._on[silo] if lacking else ():
-                if any(other.demand.get(resource) for resource in lacking):
-                    found.setdefault(other.job, (other, silo))
+    def _in_the_way(self, needs: Needs) -> list[tuple[Contender, Spot]]:
+        """Those whose places have no room for this one beside them, each with one such place."""
+        found: dict[str, tuple[Contender, Spot]] = {}
+        for place, demand in sorted(needs.items()):
+            room = self._room[place]
+            lacking = [r for r, amount in demand.items() if room.get(r, math.inf) < amount]
+            for other in self._on[place] if lacking else ():
+                if any(self._needs[other.job][place].get(resource) for resource in lacking):
+                    found.setdefault(other.job, (other, place))
         return list(found.values())
 
-    def _expected(self, contender: Contender, in_the_way: Sequence[tuple[Contender, str]]) -> float | None:
-        """When those in its way are done, or when waiting has lifted it above them, whichever is first."""
-        ends = [self._gone.get(other.job) for other, _ in in_the_way]
-        lifted = None
-        if all(other.turn for other, _ in in_the_way):
-            steps = max(other.priority + 1 - contender.priority for other, _ in in_the_way)
-            lifted = max(self._now, contender.since + steps * self._ageing)
-        done = None if any(end is None for end in ends) else max(end for end in ends if end is not None)
-        times = [each for each in (lifted, done) if each is not None]
-        return min(times) if times else None
+    def _lifted(self, contender: Contender, in_the_way: Sequence[tuple[Contender, Spot]]) -> float:
+        """When waiting has lifted it above those in its way and their rounds end; infinity for never."""
+        if not in_the_way or not all(other.turn for other, _ in in_the_way):
+            return math.inf
+        steps = max(other.priority + 1 - contender.priority for other, _ in in_the_way)
+        return max(self._now, contender.since + steps * self._rules.ageing)
+
+    def _promised_to(self, needs: Needs) -> str:
+        """Of whom it waits though it would fit: the first that places are kept for."""
+        places = set(needs)
+        keeps = [other.name for other in self._promised if places & set(self._needs[other.job])]
+        return f"it would keep {_names(keeps)} from a turn that is promised"
+
+
+def _has_its_turn(in_the_way: Sequence[tuple[Contender, Spot]]) -> str:
+    if not in_the_way:
+        return ""
+    where = _names(_called(place) for place in sorted({place for _, place in in_the_way}))
+    return f"{_names(other.name for other, _ in in_the_way)} has its turn at {where}"
+
+
+def _called(place: Spot) -> str:
+    if place.kind == "silo":
+        return place.name
+    return f"project {place.name!r}" if place.kind == "project" else "the coordinator"
 
 
 def _names(names: Iterable[str]) -> str:

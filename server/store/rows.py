@@ -60,11 +60,12 @@ class EventRow:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What an agent says that it has for jobs: how many at a time, GPUs, bytes of main memory."""
+    """What an agent says that it has for jobs: how many at a time, GPUs, bytes of memory and free disk."""
 
     jobs: int
     gpus: int
     memory: int
+    disk: int
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ from roundtable.engine import messages as m
 from roundtable.server.door.to_operators import QueuePlace
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.queue.contenders import amounts_of
-from roundtable.server.queue.decision import Amounts, Contender, Standing, schedule
+from roundtable.server.queue.decision import schedule
+from roundtable.server.queue.queue_rules import QueueRules
+from roundtable.server.queue.standing import Contender, Standing
+from roundtable.server.queue.timeline import Amounts
 from roundtable.server.store import AgentRow
 
 log = logging.getLogger("roundtable.server.jobs.turns")
@@ -32,7 +35,7 @@ class Turns:
     """The queue of all jobs that are not over; `look` tells it that something may have changed.
 
     `runners` and `silos` are those that there are and that are connected; `statuses` reads of jobs, by
-    identifier, how they stand; `ageing` are the seconds of waiting that are worth one step of priority.
+    identifier, how they stand; `rules` are the operators' for the queue.
     """
 
     def __init__(
@@ -41,13 +44,13 @@ class Turns:
         silos: Callable[[], Iterable[AgentRow]],
         statuses: Callable[[frozenset[str]], Awaitable[Mapping[str, str]]],
         clock: Callable[[], float],
-        ageing: float,
+        rules: QueueRules,
     ) -> None:
         self._runners = runners
         self._silos = silos
         self._statuses = statuses
         self._clock = clock
-        self._ageing = ageing
+        self._rules = rules
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._capacities: dict[str, Amounts] = {}
@@ -81,7 +84,7 @@ class Turns:
             place=standing.place,
             project=contender.project,
             priority=contender.priority,
-            level=contender.level(now, self._ageing),
+            level=contender.level(now, self._rules.ageing),
             since=contender.since,
             reason=standing.reason,
             expected=standing.expected or 0.0,
@@ -97,7 +100,7 @@ class Turns:
     def _schedule(self, contenders: list[Contender], now: float) -> list[Standing]:
         for silo in self._silos():
             self._capacities[silo.name] = amounts_of(silo)
-        return schedule(contenders, self._capacities, now, self._ageing)
+        return schedule(contenders, self._capacities, now, self._rules)
 
     async def _run(self) -> None:
         while True:

@@ -206,6 +206,28 @@ async def test_a_job_asks_only_silos_that_have_what_it_needs(
             await agent.close()
 
 
+async def test_a_job_waits_for_so_many_silos_of_a_kind_and_the_next_is_told_when_it_begins_about(
+    coordinator: Coordinator, operator: Operator, certificates: Path
+) -> None:
+    wish = '[resources]\nexpected = "30m"\nat_least = [{ silos = 2, labels = { region = "north" } }]'
+    text = BOTH.replace("size = 2", "size = 2\nminimum = 1")
+    first = (await operator.submit(f"{text}{wish}", rounds=1, request="first")).id
+    alder, birch, cedar = (
+        ScriptedAgent(coordinator.port, certificates / name, region=region)
+        for name, region in (("alder", "north"), ("birch", "south"), ("cedar", "north"))
+    )
+    async with alder, birch:
+        await until_queue(
+            operator, lambda q: "1 of 2 silos with region = north are available" in q[first].reason
+        )
+        async with cedar:
+            found = await until_queue(operator, lambda q: not q[first].place)
+            then = (await operator.submit(text, rounds=1, request="then")).id
+            found = await until_queue(operator, lambda q: then in q)
+            assert 1700 < found[then].expected - found[first].since < 1900
+            assert found[then].reason == "t has its turn at alder"
+
+
 async def test_silos_with_room_for_two_jobs_have_two(
     coordinator: Coordinator, operator: Operator, certificates: Path
 ) -> None:
