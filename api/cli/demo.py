@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result, and only that, as JSON.")
 def demo(folder: Path, rounds: int | None, as_json: bool) -> None:
-    """Train one model with a coordinator and three agents, separate processes over mutual TLS.
+    """Train a model with a coordinator and three agents.
 
-    The silos hold non-IID shards of real handwritten digits. Takes well under a minute.
+    They are separate processes that speak over mutual TLS. The silos hold non-IID shards of real handwritten
+    digits. Takes well under a minute.
     """
     from roundtable.demo import Demo
 

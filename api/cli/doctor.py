@@ -44,10 +44,11 @@ def doctor(
     agent: Path | None,
     as_json: bool,
 ) -> int:
-    """Check versions, ports, certificates, GPU, disk and clock; exit code 1 if something fails.
+    """Check this machine: versions, ports, GPU, disk, clock.
 
-    With --credentials the certificates are checked, with --coordinator also the way to it. With --server
-    or --agent, everything that these settings name, before the service is started.
+    Exit code 1 if something fails. With --credentials the certificates are checked, with --coordinator also
+    the way to it. With --server or --agent, everything that these settings name, before the service is
+    started.
     """
     if server is None and agent is None:
         from roundtable.doctor.machine_checks import examine
@@ -70,11 +71,12 @@ def doctor(
 @json_option
 @click.pass_context
 def client_doctor(context: click.Context, no_rehearsal: bool, as_json: bool) -> int:
-    """Check whether this silo's agent would start, train, and be had by the coordinator; exit code 1 if not.
+    """Check whether this silo's agent would start and train.
 
-    Each task is tried as a round would: its code, its model, its data, one batch of training and one of
-    evaluation, in a training process within the silo's limits. Nothing of it is kept, sent or paid for. The
-    coordinator sees the silo for a moment, offering nothing.
+    And whether the coordinator would have it. Exit code 1 if not. Each task is tried as a round would: its
+    code, its model, its data, one batch of training and one of evaluation, in a training process within the
+    silo's limits. Nothing of it is kept, sent or paid for. The coordinator sees the silo for a moment,
+    offering nothing.
     """
     from roundtable.doctor.doctor_agent import examine_agent
 

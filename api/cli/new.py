@@ -25,7 +25,7 @@ _DEFAULT = "tabular"
 @click.option("--list", "listing", is_flag=True, help="List the templates and the examples.")
 @json_option
 def new(name: str | None, template: str | None, into: Path | None, listing: bool, as_json: bool) -> None:
-    """Make a folder that runs at once: a task, a job, a test, a README.
+    """Make a folder that runs at once: task, job, test.
 
     NAME becomes the task's name. The name of an example (see --list) copies that example.
     """

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 @click.option("--resume", is_flag=True, help="Resume the run in --run-dir after its last round.")
 @json_option
 def simulate(file: Path, overrides: dict[str, Any], run_dir: Path | None, resume: bool, as_json: bool) -> int:
-    """Run the job that FILE describes over simulated clients, with the engine that runs in production."""
+    """Run a job over simulated clients, on this machine.
+
+    FILE describes the job; the engine is the one that runs in production.
+    """
     if resume and run_dir is None:
         raise click.UsageError("--resume also needs --run-dir: the folder of the run to resume")
     from roundtable.simulation import simulate as run

@@ -68,7 +68,7 @@ def sweep(
     overrides: dict[str, Any],
     as_json: bool,
 ) -> int:
-    """Simulate the job that FILE describes with different settings, and compare.
+    """Simulate a job with different settings, and compare.
 
     Ctrl-C stops it; the same command goes on with the rounds that are missing.
     """

@@ -19,7 +19,10 @@ PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "sqlalchemy", "cryptography"
 @click.command()
 @json_option
 def version(as_json: bool) -> None:
-    """Print the versions of Roundtable, of its tables and protocol, of Python and what matters beneath."""
+    """Print the versions of Roundtable and of what it runs on.
+
+    Of its tables and protocol, of Python, and of what matters beneath.
+    """
     installed_versions = versions()
     if as_json:
         print_json(installed_versions)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -38,6 +39,20 @@ def test_help_lists_every_command(roundtable: Command) -> None:
         "sweep",
     ):
         assert f"  {name} " in said.out
+
+
+def test_every_command_says_in_one_line_of_a_terminal_what_it_does() -> None:
+    def cut(group: click.Group, path: str) -> list[str]:
+        room = 80 - 2 - 6 - max(len(name) for name in group.commands)
+        found = []
+        for name, command in group.commands.items():
+            if command.get_short_help_str(room).endswith("..."):
+                found.append(f"{path} {name}")
+            if isinstance(command, click.Group):
+                found += cut(command, f"{path} {name}")
+        return found
+
+    assert cut(cli, "roundtable") == []
 
 
 def test_usage_errors_are_exit_code_2(roundtable: Command) -> None:

@@ -45,7 +45,10 @@ def audit() -> None:
 @click.option("--live", is_flag=True, help="Without what is archived: signed statements stand for that.")
 @connection_options
 def export(output: Path, live: bool, coordinator: str | None, credentials: Path | None) -> None:
-    """Write the coordinator's whole audit log, signed up to its end, as JSON lines."""
+    """Write the coordinator's whole audit log as JSON lines.
+
+    It is signed up to its end.
+    """
     count = 0
     with administrate(coordinator, credentials) as operator, output.open("w", encoding="utf-8") as file:
         for line in operator.audit(live=live):
@@ -210,7 +213,10 @@ def model() -> None:
 def provenance(
     job: str, number: int, output: Path, coordinator: str | None, credentials: Path | None
 ) -> None:
-    """Fetch the coordinator's signed statement of JOB's model; keep it beside the model's file."""
+    """Fetch the coordinator's signed statement of a model.
+
+    It is of JOB's model: keep it beside the model's file.
+    """
     with administrate(coordinator, credentials) as operator:
         output.write_text(operator.provenance(job, number) + "\n", encoding="utf-8")
     say(f"Wrote {output}. Check it with: roundtable model verify MODEL --statement {output}")
@@ -231,9 +237,10 @@ def verify_model(
     authority: Path,
     as_json: bool,
 ) -> int:
-    """Check offline that FILE is the model of a signed statement, and say what the statement says.
+    """Check offline that a file is the model of a statement.
 
-    Exit code 3: the certificate that signed it has ended since, and no --log shows that it is so old.
+    Says what the signed statement says. Exit code 3: the certificate that signed it has ended since, and no
+    --log shows that it is so old.
     """
     from roundtable.core.evidence.provenance_check import check_provenance, is_recorded
 

@@ -17,7 +17,10 @@ from roundtable.cli.shared.output import say
 @ca_option
 @connection_options
 def archive(output: Path, authority: Path, coordinator: str | None, credentials: Path | None) -> None:
-    """Fetch the archives of the coordinator's audit log that the folder OUTPUT has not yet, each checked."""
+    """Fetch the audit log's archives into a folder.
+
+    Those that the folder OUTPUT has not yet, each checked.
+    """
     from roundtable.core.errors import AuditError
     from roundtable.core.evidence.archive_shelf import keep_archive, stated_archive
 

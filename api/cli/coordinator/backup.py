@@ -67,10 +67,11 @@ def _key(key_file: Path | None, passphrase: bool, *, new: bool) -> BackupKey | N
 def backup(
     config: Path, folder: Path, since: Path | None, key_file: Path | None, passphrase: bool, as_json: bool
 ) -> None:
-    """Write the state of the coordinator of CONFIG (coordinator.toml) into the new FOLDER, verified, signed.
+    """Write a coordinator's state into a folder, verified, signed.
 
-    The coordinator may run meanwhile; it deletes no artifacts until the backup is made. FOLDER is there once
-    the backup is whole, and not before. Certificates and keys are not part of it.
+    CONFIG is its coordinator.toml; FOLDER is new. The coordinator may run meanwhile; it deletes no artifacts
+    until the backup is made. FOLDER is there once the backup is whole, and not before. Certificates and keys
+    are not part of it.
     """
     from roundtable.server.storage.backup import back_up
     from roundtable.settings import coordinator_settings
@@ -122,8 +123,9 @@ def restore(
     passphrase: bool,
     as_json: bool,
 ) -> None:
-    """Fill the empty database and artifact folder of CONFIG (coordinator.toml) from the backup in FOLDER.
+    """Fill an empty coordinator from a backup.
 
+    The backup is in FOLDER; the database and the artifact folder are those of CONFIG (coordinator.toml).
     Refused unless this coordinator has signed it and everything in it is as it was signed. With --verify the
     database and artifacts of CONFIG are not touched: its credentials alone are used.
     """

@@ -45,9 +45,10 @@ def init(folder: Path, name: str, passphrase: bool) -> None:
 @ca.command("issuing")
 @click.argument("folder", type=_FOLDER, default="ca")
 def issuing(folder: Path) -> None:
-    """Make a new issuing authority in FOLDER, before the old one ends after two years.
+    """Make a new issuing authority, before the old one ends.
 
-    Silos' certificates hold on, and are renewed by the new one once the coordinator has it.
+    One ends after two years. The new one is put into FOLDER. Silos' certificates hold on, and are renewed by
+    the new one once the coordinator has it.
     """
     from roundtable.core.identity.credentials import renew_issuing
 
@@ -75,9 +76,10 @@ def issue(
     days: int,
     enrols: bool,
 ) -> None:
-    """Issue credentials for NAME: ca.crt, node.crt and node.key in a folder.
+    """Issue credentials for NAME, in a folder.
 
-    With identity.crt and identity.key it signs: in secure aggregation, jobs, receipts and the audit log.
+    They are ca.crt, node.crt and node.key. With identity.crt and identity.key it signs: in secure
+    aggregation, jobs, receipts and the audit log.
     """
     from roundtable.core.identity.credentials import issue as issue_credentials
     from roundtable.core.identity.credentials import load_credentials
@@ -96,9 +98,10 @@ def issue(
     "--ca", "ca_folder", type=_FOLDER, default="ca", show_default=True, help="Folder of the authority."
 )
 def revoke(certificate: Path, ca_folder: Path) -> None:
-    """Put CERTIFICATE (a .crt file that the authority issued) on the authority's list, offline.
+    """Put a certificate on the authority's list, offline.
 
-    To void a silo's certificates at a coordinator that runs, use `roundtable client revoke`.
+    CERTIFICATE is a .crt file that the authority issued. To void a silo's certificates at a coordinator that
+    runs, use `roundtable client revoke`.
     """
     from roundtable.core.identity.revocation import revoke as revoke_certificate
 

@@ -20,7 +20,7 @@ from roundtable.cli.shared.service_process import service_process
 @click.option("--coordinator", metavar="HOST:PORT", help="Where the coordinator listens.")
 @click.option("--listen", metavar="HOST:PORT", help="Where agents connect; port 0 takes a free one.")
 def relay(config: Path, coordinator: str | None, listen: str | None) -> int:
-    """Run a relay: serves the silos of a region, over one connection to the coordinator.
+    """Run a relay: serve a region's silos over one connection.
 
     It downloads each model once for all of them, and keeps their updates on disk until the coordinator has
     them. Ctrl-C stops it cleanly; started again on the same state it goes on.

@@ -69,10 +69,11 @@ def server(
     bucket: str | None,
     credentials: Path | None,
 ) -> None:
-    """Run the coordinator, with the settings of CONFIG (coordinator.toml); options win.
+    """Run the coordinator.
 
-    Ctrl-C stops it cleanly; started again on the same state it goes on with every job.
-    `roundtable server install --systemd CONFIG` makes it a service of this machine.
+    With the settings of CONFIG (coordinator.toml); options win. Ctrl-C stops it cleanly; started again on the
+    same state it goes on with every job. `roundtable server install --systemd CONFIG` makes it a service of
+    this machine.
     """
     from roundtable.server.config import load_server_config
     from roundtable.settings import DATABASE, take_variables

@@ -52,10 +52,10 @@ def invite(
     credentials: Path | None,
     as_json: bool,
 ) -> None:
-    """Invite SILO: prints a token that is shown this once and kept nowhere.
+    """Invite SILO: print a token, once.
 
-    Hand it over on a channel that you trust; it says which authority to believe, and lets its holder
-    enrol as SILO.
+    It is kept nowhere. Hand it over on a channel that you trust; it says which authority to believe, and lets
+    its holder enrol as SILO.
     """
     with administrate(coordinator, credentials) as operator:
         reply = operator.invite(silo, expires, uses)
@@ -74,7 +74,10 @@ def invite(
 @connection_options
 @json_option
 def revoke(silo: str, reason: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
-    """Void every certificate of SILO at once, on open connections too. It may be invited again."""
+    """Void every certificate of SILO at once.
+
+    On open connections too. It may be invited again.
+    """
     with administrate(coordinator, credentials) as operator:
         known = [client.name for client in operator.clients()]
         calls = operator.revoke(silo, reason).calls
@@ -167,7 +170,7 @@ def revoke_token(name: str, coordinator: str | None, credentials: Path | None, a
 
 @click.group("operator")
 def operators() -> None:
-    """Operators with certificates: void them, alone or as two administrators."""
+    """Void operators' certificates, alone or as two."""
 
 
 @operators.command("revoke")
@@ -179,10 +182,10 @@ def operators() -> None:
 def revoke_operator(
     name: str, role: str, reason: str, coordinator: str | None, credentials: Path | None, as_json: bool
 ) -> None:
-    """Void every certificate of NAME in this role at once, on open connections too.
+    """Void every certificate of NAME in this role at once.
 
-    You revoke who ranks below you. An administrator is revoked by two: this asks, another one confirms.
-    The only way back is a certificate that the root issues afterwards.
+    On open connections too. You revoke who ranks below you. An administrator is revoked by two: this asks,
+    another one confirms. The only way back is a certificate that the root issues afterwards.
     """
     with administrate(coordinator, credentials) as admin:
         reply = admin.revoke(name, reason, role)

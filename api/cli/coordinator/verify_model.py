@@ -25,7 +25,7 @@ _SILENT_SECONDS = 2.0
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @json_option
 def bundle(config: Path, job: str, folder: Path, as_json: bool) -> None:
-    """Write into the new FOLDER what an auditor needs to make JOB's models again.
+    """Write what an auditor needs to make a job's models again.
 
     Runs where the coordinator of CONFIG (coordinator.toml) keeps its state; it may run meanwhile. FOLDER has
     the silos' updates, as far as `keep_updates` has kept them: give it to nobody who may not read those.
@@ -55,9 +55,10 @@ def bundle(config: Path, job: str, folder: Path, as_json: bool) -> None:
 def verify_model(
     folder: Path, number: int | None, witnesses: tuple[Path, ...], authority: Path, as_json: bool
 ) -> int:
-    """Make a job's models again from the bundle in FOLDER, and compare them with the committed ones.
+    """Make a job's models again from a bundle, and compare.
 
-    Exit code 1: something contradicts what was signed. 3: nothing does, but something is shown by nothing.
+    The bundle is in FOLDER; what comes out is compared with the committed models. Exit code 1: something
+    contradicts what was signed. 3: nothing does, but something is shown by nothing.
     """
     from roundtable.core.evidence.audit_log import check_signed
     from roundtable.core.evidence.cross_check import compare_logs, witnessed

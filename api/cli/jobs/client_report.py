@@ -42,11 +42,12 @@ def diagnose_client(
     credentials: Path | None,
     as_json: bool,
 ) -> int:
-    """Ask SILO's people for a report of it, and show it once they have sent it.
+    """Ask a silo's people for a report of it.
 
-    It has versions, settings without secrets, the doctor's findings and the newest lines of the agent's log;
-    the silo's people see it before it is sent, and may deny it. The same command shows where that stands. A
-    silo that is away is asked when it comes, within a week. Exit code 1: denied, or not answered in time.
+    It is shown once they have sent it. It has versions, settings without secrets, the doctor's findings and
+    the newest lines of the agent's log; the silo's people see it before it is sent, and may deny it. The same
+    command shows where that stands. A silo that is away is asked when it comes, within a week. Exit code 1:
+    denied, or not answered in time.
     """
     with connect(coordinator, credentials) as operator:
         found = _asked(operator, silo, reason, again)

@@ -14,14 +14,17 @@ from roundtable.proto.operator_pb2 import Client
 
 @click.group()
 def clients() -> None:
-    """List the agents that the coordinator knows; disable and enable them; ask for a report of one."""
+    """List agents; disable and enable them; ask for a report."""
 
 
 @clients.command("list")
 @connection_options
 @json_option
 def list_clients(coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
-    """List the agents, what they do, and why jobs ask some of them for nothing new."""
+    """List the agents and what they do.
+
+    Also why jobs ask some of them for nothing new.
+    """
     with connect(coordinator, credentials) as operator:
         known = operator.clients()
     if as_json:
@@ -50,9 +53,10 @@ def list_clients(coordinator: str | None, credentials: Path | None, as_json: boo
 @connection_options
 @json_option
 def disable(name: str, reason: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
-    """Let no job ask the agent NAME for anything new; it finishes what it was asked, and is told why.
+    """Let no job ask an agent for anything new.
 
-    It stays connected and keeps its certificate, unlike after `roundtable revoke`.
+    The agent NAME finishes what it was asked, and is told why. It stays connected and keeps its certificate,
+    unlike after `roundtable revoke`.
     """
     with connect(coordinator, credentials) as operator:
         client = operator.disable_client(name, reason)

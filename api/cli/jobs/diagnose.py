@@ -35,10 +35,11 @@ def diagnose(
     credentials: Path | None,
     as_json: bool,
 ) -> None:
-    """Show who was rejected or weighed down in a round, by which rule and by how much.
+    """Show whose updates a round rejected or weighed down.
 
-    JOB is a submitted job, or the run directory of a simulation. Cosines and distances are there where the
-    rule compares updates, or where the job says `[aggregation] diagnosis = true`.
+    By which rule, and by how much. JOB is a submitted job, or the run directory of a simulation. Cosines and
+    distances are there where the rule compares updates, or where the job says `[aggregation] diagnosis =
+    true`.
     """
     from roundtable.core.errors import ConfigError
 

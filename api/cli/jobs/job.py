@@ -52,7 +52,10 @@ def job() -> None:
 @set_option
 @json_option
 def check(file: Path, overrides: dict[str, Any], as_json: bool) -> None:
-    """Check a job file: its keys, its task, the model's layout, aggregation and privacy."""
+    """Check a job file, its task and what goes together.
+
+    Also the model's layout, the aggregation and privacy.
+    """
     from roundtable.preparation import prepare
 
     with interruptible("Nothing was changed."), working(f"checking {file}"):
@@ -141,7 +144,10 @@ for command in (archive, clone, delete, download, job_log, show_queue, move, hol
 @connection_options
 @json_option
 def watch(name: str, start: int, coordinator: str | None, credentials: Path | None, as_json: bool) -> int:
-    """Show a job's progress until it ends; Ctrl-C leaves the job running."""
+    """Show a job's progress until it ends.
+
+    Ctrl-C leaves the job running.
+    """
     with connect(coordinator, credentials) as operator:
         return watch_to_its_end(operator, name, start, as_json)
 

@@ -34,10 +34,10 @@ def job_log(
     credentials: Path | None,
     as_json: bool,
 ) -> None:
-    """Show the coordinator's log lines of a job, and those that silos share, in the order in which they came.
+    """Show the log lines of a job.
 
-    A silo shares none unless its administrator says so, in [log_sharing] of agent.toml. --json prints one
-    line each.
+    The coordinator's, and those that silos share, in the order in which they came. A silo shares none unless
+    its administrator says so, in [log_sharing] of agent.toml. --json prints one line each.
     """
     hint = "The job goes on; the same command shows its log again."
     with connect(coordinator, credentials) as operator, interruptible(hint):

@@ -34,9 +34,10 @@ def job_privacy(
     credentials: Path | None,
     as_json: bool,
 ) -> int:
-    """Show who is protected against whom, what the job has spent, and what it will have at its end.
+    """Show whom a job protects, against whom, and its epsilon.
 
-    With --audit also whether its mechanism bears that out: exit code 1 where it does not.
+    What it has spent, and what it will have spent at its end. With --audit also whether its mechanism bears
+    that out: exit code 1 where it does not.
     """
     from roundtable.core.config import job_from_json
 

@@ -42,9 +42,10 @@ def download(
     credentials: Path | None,
     as_json: bool,
 ) -> None:
-    """Fetch a job into a folder: configuration, rounds, events and its newest model, each verified.
+    """Fetch a job into a folder, verified.
 
-    The same command goes on where it was interrupted, and fetches nothing twice.
+    Its configuration, rounds, events and newest model. The same command goes on where it was interrupted, and
+    fetches nothing twice.
     """
     from roundtable.job_archive import download as fetch
 
@@ -82,10 +83,11 @@ def archive(
     credentials: Path | None,
     as_json: bool,
 ) -> int:
-    """Write a job that is over into one file: configuration, events, rounds, models, signed statement.
+    """Write a job that is over into one file.
 
-    With --verify, check such a file: every digest, and that its models, rounds and configuration are those
-    that the coordinator has signed for. Exit code 3: the certificate that signed has ended since.
+    It holds configuration, events, rounds, models and the signed statement. With --verify, check such a file:
+    every digest, and that its models, rounds and configuration are those that the coordinator has signed for.
+    Exit code 3: the certificate that signed has ended since.
     """
     if verify:
         if authority is None:
@@ -133,9 +135,10 @@ def clone(
     request_id: str | None,
     as_json: bool,
 ) -> int:
-    """Start a job of another's configuration, from the model that it began with; --set changes values.
+    """Start a job of another's configuration.
 
-    Nothing of the task is run here: what makes another first model needs `job submit` with the job file.
+    It begins with the model that the other began with. --set changes values. Nothing of the task is run here:
+    what makes another first model needs `job submit` with the job file.
     """
     from roundtable.core.config import job_from_json, override_job
 
@@ -163,10 +166,10 @@ def clone(
 @connection_options
 @json_option
 def delete(name: str, yes: bool, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
-    """Delete a job that is over: its models, updates, rounds and events, for good.
+    """Delete a job that is over, for good.
 
-    What it has spent of privacy stays in the ledger, and what happened in the audit log; nobody can take
-    either back. `job archive` keeps a job beforehand.
+    Its models, updates, rounds and events. What it has spent of privacy stays in the ledger, and what
+    happened in the audit log; nobody can take either back. `job archive` keeps a job beforehand.
     """
     with connect(coordinator, credentials) as operator:
         job = operator.job(name).job

@@ -39,7 +39,10 @@ for _command in (audit, show, budget, export):
 )
 @json_option
 def plan(file: Path, overrides: dict[str, Any], image: Path | None, group: int | None, as_json: bool) -> None:
-    """Show the noise, epsilon over the rounds, and other mechanisms for the job that FILE describes."""
+    """Show a job's noise, and its epsilon over the rounds.
+
+    And what other mechanisms would give. FILE describes the job.
+    """
     from roundtable.preparation import likely_population, prepare
     from roundtable.privacy import plot, privacy_plan, render
     from roundtable.privacy.levels import group_spending

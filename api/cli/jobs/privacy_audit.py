@@ -52,10 +52,11 @@ def audit(
     rounds: int | None,
     as_json: bool,
 ) -> int:
-    """Bound epsilon from below by what the mechanism of the job that FILE describes publishes of canaries.
+    """Bound a job's epsilon from below, by canaries.
 
-    The job's privacy, sampling and rounds are simulated with a task of which every update is known. Exit code
-    1 where the bound exceeds what is stated, or something that epsilon rests on does not hold.
+    FILE describes the job; what its mechanism publishes of canaries is judged. The job's privacy, sampling
+    and rounds are simulated with a task of which every update is known. Exit code 1 where the bound exceeds
+    what is stated, or something that epsilon rests on does not hold.
     """
     from roundtable.core.config import load_job
     from roundtable.preparation import likely_population

@@ -62,7 +62,10 @@ def show(
     credentials: Path | None,
     as_json: bool,
 ) -> None:
-    """Show the privacy spent on every population and its silos, over all jobs; or on POPULATION, in words."""
+    """Show the privacy spent, over all jobs.
+
+    On every population and its silos; or on POPULATION, in words.
+    """
     if account is not None:
         _show_account(account, group or 1, as_json)
         return
@@ -104,9 +107,9 @@ def budget(
     credentials: Path | None,
     as_json: bool,
 ) -> None:
-    """Show the budgets in force; with --epsilon and --delta, set that of POPULATION.
+    """Show the budgets in force, or set one.
 
-    What was spent stays charged, whatever the budget.
+    With --epsilon and --delta, that of POPULATION is set. What was spent stays charged, whatever the budget.
     """
     if (epsilon is None) != (delta is None):
         raise click.UsageError("a budget is --epsilon and --delta together")
@@ -154,7 +157,10 @@ def export(
     coordinator: str | None,
     credentials: Path | None,
 ) -> None:
-    """Write the whole ledger for an auditor: accounts, their statements in words, and every charge."""
+    """Write the whole ledger for an auditor.
+
+    Accounts, their statements in words, and every charge.
+    """
     with connect(coordinator, credentials) as operator:
         reply = operator.privacy(population or "", delta or 0.0)
         charges = list(operator.privacy_charges(population or ""))

@@ -16,7 +16,9 @@ from roundtable.proto.operator_pb2 import Job, QueuedJob
 @connection_options
 @json_option
 def show_queue(coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
-    """List the jobs that have their turn, then those that wait: for what, and until when about."""
+    """List the jobs that have their turn, and those that wait.
+
+    For what they wait, and until when about."""
     with connect(coordinator, credentials) as operator:
         jobs = operator.queue()
     if as_json:

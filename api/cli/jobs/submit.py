@@ -50,7 +50,10 @@ def submit(
     request_id: str | None,
     as_json: bool,
 ) -> int:
-    """Start the job that FILE describes, from a model made here under its seed, or from a given one."""
+    """Start the job that FILE describes.
+
+    From a model made here under its seed, or from a given one.
+    """
     from roundtable.preparation import prepare
 
     with connect(coordinator, credentials) as operator:
@@ -89,11 +92,11 @@ def apply(
     when_changed: str,
     as_json: bool,
 ) -> int:
-    """See to it that the job of a file is there: for a repository that declares jobs.
+    """See to it that the job of a file is there.
 
-    It is compared with your own newest job of its name, one that goes on before one that is over. The same
-    one is left alone, however often this runs; where there is none, or another that is over, it is started.
-    Exit code 1: it is there, and was cancelled or failed.
+    For a repository that declares jobs. It is compared with your own newest job of its name, one that goes on
+    before one that is over. The same one is left alone, however often this runs; where there is none, or
+    another that is over, it is started. Exit code 1: it is there, and was cancelled or failed.
     """
     from roundtable.core.config import job_from_json
     from roundtable.preparation import prepare

@@ -48,9 +48,10 @@ class Service:
 @user_option
 @click.pass_context
 def install(context: click.Context, systemd: bool, out: Path, user: str | None) -> None:
-    """Write the service that runs this silo's agent, hardened, and say how it is started and stopped.
+    """Write a hardened service that runs this silo's agent.
 
-    Variables such as ROUNDTABLE_PASSPHRASE_FILE belong into a file beside agent.toml, agent.env.
+    Says how it is started and stopped. Variables such as ROUNDTABLE_PASSPHRASE_FILE belong into a file beside
+    agent.toml, agent.env.
     """
     from roundtable.client.policy.config import load_agent_config
 

@@ -35,9 +35,10 @@ def plan(
     as_json: bool,
     overrides: dict[str, object],
 ) -> None:
-    """Print the strategy for a job on this silo's cluster, its memory by term, and why it was chosen.
+    """Print the strategy for a job on this silo's cluster.
 
-    Nothing is trained and no weight is made, so it runs without a GPU: try --world and --memory.
+    With its memory by term, and why it was chosen. Nothing is trained and no weight is made, so it runs
+    without a GPU: try --world and --memory.
     """
     from roundtable.cluster.tools.planning import plan_job
 
@@ -69,9 +70,10 @@ def plan(
 )
 @json_option
 def verify_cluster(world: int | None, as_json: bool) -> int:
-    """Check this machine's devices: all-reduce bandwidth, and every strategy against one process.
+    """Check this machine's devices, links and strategies.
 
-    For several nodes start `torchrun ... -m roundtable.cluster.tools.verify cuda` on each of them.
+    Measures the bandwidth of all-reduces, and compares every strategy with one process. For several nodes
+    start `torchrun ... -m roundtable.cluster.tools.verify cuda` on each of them.
     """
     from roundtable.cluster.tools.verify import TOLERANCE, verify_here
 
@@ -111,9 +113,10 @@ def profile(
     as_json: bool,
     overrides: dict[str, object],
 ) -> None:
-    """Run a few training steps of a job on one device under torch's profiler, and write the trace.
+    """Run a few steps of a job under torch's profiler.
 
-    With --worlds 1,2,4 report how they speed up with the number of ranks on this machine.
+    They run on one device, and the trace is written. With --worlds 1,2,4 report how they speed up with the
+    number of ranks on this machine.
     """
     if worlds is not None:
         _scaling(context.obj, job_file, worlds, steps, as_json, overrides)
@@ -140,9 +143,10 @@ def profile(
 @json_option
 @click.pass_context
 def report(context: click.Context, job: str, last: int, as_json: bool) -> None:
-    """Print how fast a job's rounds ran on this silo's cluster, and what its figures advise.
+    """Print how fast a job ran on this silo's cluster.
 
-    The figures are the silo's own: they are in the agent's state folder and go nowhere.
+    With what its figures advise. The figures are the silo's own: they are in the agent's state folder and go
+    nowhere.
     """
     from roundtable.client.policy.config import load_agent_config
     from roundtable.cluster.tools.advice import advise, whole_job

@@ -12,10 +12,10 @@ from roundtable.cli.silo.silo import silo_of
 @click.option("--reason", default="", help="For the coordinator's operators: one line; no data.")
 @click.pass_context
 def drain(context: click.Context, reason: str) -> None:
-    """Take no new rounds: the agent finishes those that it was asked for, and stays connected.
+    """Take no new rounds; finish those that run.
 
-    It holds until `roundtable client resume`, over restarts of the agent. The coordinator is told at once, or
-    when the agent connects next, and selects other silos.
+    The agent stays connected. It holds until `roundtable client resume`, over restarts of the agent. The
+    coordinator is told at once, or when the agent connects next, and selects other silos.
     """
     from roundtable.client.policy.maintenance import Maintenance
 
@@ -33,7 +33,7 @@ def drain(context: click.Context, reason: str) -> None:
 @click.command("resume")
 @click.pass_context
 def resume(context: click.Context) -> None:
-    """Take part in new rounds again, after `roundtable client drain`."""
+    """Take part in new rounds again, after `client drain`."""
     from roundtable.client.policy.maintenance import Maintenance
 
     config, _ = silo_of(context)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def requests(context: click.Context, as_json: bool) -> None:
-    """List what operators ask to know of this silo; show it, approve it, deny it.
+    """List what operators ask to know of this silo; answer it.
 
     They ask for a report when something does not work here: versions, settings without secrets, the doctor's
     findings, the newest lines of the log. Nothing of it leaves before a person approves, unless [diagnostics]
@@ -70,7 +70,10 @@ def show(context: click.Context, request: str) -> None:
 @click.option("--yes", is_flag=True, help="Do not show the report and ask.")
 @click.pass_context
 def approve(context: click.Context, request: str, yes: bool) -> None:
-    """Let the agent send the report as `show` prints it, and nothing else."""
+    """Let the agent send the report as `show` prints it.
+
+    And nothing else.
+    """
     files = _files(context)
     found = files.find(request)
     if not yes:

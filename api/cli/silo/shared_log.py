@@ -21,10 +21,10 @@ from roundtable.cli.silo.silo import silo_of
 @json_option
 @click.pass_context
 def shared(context: click.Context, job: str | None, as_json: bool) -> None:
-    """Show the lines of this silo's log that were shared with operators, of all jobs or of JOB.
+    """Show the log lines that were shared with operators.
 
-    They are read from the silo's own signed log, audit.jsonl in the state folder, and its archives; JOB may
-    be the beginning of an identifier.
+    Of all jobs, or of JOB. They are read from the silo's own signed log, audit.jsonl in the state folder, and
+    its archives; JOB may be the beginning of an identifier.
     """
     from roundtable.client.agent.silo_log import NAME
 

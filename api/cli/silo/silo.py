@@ -30,10 +30,10 @@ _FOLDER = click.Path(path_type=Path)
 @click.option("--credentials", type=_FOLDER, default="credentials", show_default=True, help="Folder to fill.")
 @click.option("--passphrase", is_flag=True, help="Ask for a passphrase that seals the keys on disk.")
 def enroll(coordinator: str, token: str | None, credentials: Path, passphrase: bool) -> None:
-    """Enrol this silo with an invitation: makes its keys here, and gets certificates for them.
+    """Enrol this silo with an invitation.
 
-    The keys never leave this machine. The coordinator is believed only if its authority is the one that
-    the invitation names.
+    Makes its keys here, and gets certificates for them. The keys never leave this machine. The coordinator is
+    believed only if its authority is the one that the invitation names.
     """
     from roundtable.client.agent.enrolment import enroll as enrol_silo
     from roundtable.core.identity.invitation import Invitation
@@ -57,7 +57,10 @@ def enroll(coordinator: str, token: str | None, credentials: Path, passphrase: b
 @json_option
 @click.pass_context
 def jobs(context: click.Context, as_json: bool) -> None:
-    """List the jobs that this silo was asked to take part in, and what its policy says to each."""
+    """List the jobs that asked for this silo.
+
+    With what its policy says to each.
+    """
     from datetime import datetime
 
     from roundtable.client.policy.known_jobs import KnownJobs
@@ -129,7 +132,10 @@ def approve(context: click.Context, job: str, yes: bool) -> None:
 @json_option
 @click.pass_context
 def explain(context: click.Context, file: Path, submitter: str | None, as_json: bool) -> int:
-    """Say whether this silo would take part in the job that FILE describes, and if not, why. Runs nothing."""
+    """Say whether this silo would take part in a job, and why.
+
+    FILE describes the job. Nothing is run.
+    """
     from datetime import datetime
 
     from roundtable.core.config import load_job
@@ -154,10 +160,10 @@ def explain(context: click.Context, file: Path, submitter: str | None, as_json: 
 @click.argument("silo")
 @click.pass_context
 def forget(context: click.Context, silo: str) -> None:
-    """Forget the key that SILO has been known by in secure aggregation; its next one is taken as its own.
+    """Forget the key of another silo in secure aggregation.
 
-    For a silo that enrolled again with new keys. Ask its people first: a key that is not theirs is the
-    sign of a coordinator that invents silos.
+    The next one that SILO shows is taken as its own. For a silo that enrolled again with new keys. Ask its
+    people first: a key that is not theirs is the sign of a coordinator that invents silos.
     """
     from roundtable.client.policy.peers import KnownPeers
 
@@ -170,7 +176,7 @@ def forget(context: click.Context, silo: str) -> None:
 @click.argument("task")
 @click.pass_context
 def hash_task(context: click.Context, task: str) -> None:
-    """Print the hash of TASK's code as it is now, for [tasks.TASK] blake3."""
+    """Print the hash of TASK's code, for [tasks.TASK] blake3."""
     from roundtable.client.policy.task_hash import hash_of_task
 
     config, rules = silo_of(context)

@@ -29,10 +29,10 @@ from roundtable.core.errors import ConfigError
 def silo_model(
     context: click.Context, job: str, personal: bool, out: Path | None, force: bool, as_json: bool
 ) -> None:
-    """Write the model of JOB as this silo last had it, as a state dict that PyTorch loads.
+    """Write a job's model as this silo last had it.
 
-    Nothing is sent and the coordinator is not asked. Where the algorithm tunes the model before it is used,
-    it is tuned on this silo's training data, now.
+    It is a state dict that PyTorch loads. Nothing is sent and the coordinator is not asked. Where the
+    algorithm tunes the model before it is used, it is tuned on this silo's training data, now.
     """
     import safetensors.torch
 
