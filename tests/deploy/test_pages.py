@@ -27,6 +27,7 @@ STEPS = [
     (SILO, "Install"),
     (OPERATOR, "Run a job"),
     (OPERATOR, "Many jobs"),
+    (OPERATOR, "A relay for a region"),
     (OPERATOR, "The log of a job"),
     (OPERATOR, "Archives of the audit log"),
     (SILO, "Who decides"),
