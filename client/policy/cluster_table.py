@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
 
 from roundtable.core.errors import ConfigError
 from roundtable.core.quantities import parse_size
@@ -54,6 +54,11 @@ def _places(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _budget(value: object) -> object:
+    return value if isinstance(value, float) and 0 < value < 1 else _memory(value)
+
+
+Budget = Annotated[int | float, BeforeValidator(_budget), Field(gt=0)]
 Memory = Annotated[int | Literal["auto"], BeforeValidator(_memory)]
 
 
@@ -73,10 +78,18 @@ class StrategyTable(Table):
     )
     virtual_stages: int | None = Field(None, ge=1, description="stages of a rank: all but gpipe and 1f1b")
     sequence_parallel: bool | None = Field(None, description="shard norms and residuals over tp too")
-    checkpointing: Literal["none", "every", "sqrt", "selective"] | None = Field(
-        None, description="of activations: recompute blocks, runs of them, or all but matrix products"
+    checkpointing: Literal["none", "every", "sqrt", "selective", "budget"] | None = Field(
+        None,
+        description="of activations: recompute blocks, runs of them, all but matrix products, or as few "
+        "blocks as fit",
     )
     checkpoint_every: int | None = Field(None, ge=1, description="every: which blocks; 1 for each")
+    checkpoint_blocks: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = Field(
+        None, description="every and selective: the blocks by number, the first is 0"
+    )
+    checkpoint_memory: Budget | None = Field(
+        None, description="budget: what activations may take: a size, or below 1 a share of a device's memory"
+    )
     offload: bool | None = Field(None, description="parameters and optimizer wait in CPU memory")
     reduction: Literal["exact", "bfloat16", "powersgd", "topk"] | None = Field(
         None, description="how DDP's gradients travel"
@@ -88,6 +101,16 @@ class StrategyTable(Table):
     outer_learning_rate: float | None = Field(None, gt=0, description="local_steps: of the outer step")
     outer_momentum: float | None = Field(None, ge=0, lt=1, description="local_steps: Nesterov's")
 
+    @model_validator(mode="after")
+    def _checkpoints(self) -> StrategyTable:
+        if self.checkpoint_memory is not None and self.checkpointing != "budget":
+            raise ValueError('checkpoint_memory is for checkpointing = "budget"')
+        if self.checkpoint_blocks is not None and self.checkpointing not in ("every", "selective"):
+            raise ValueError('checkpoint_blocks is for checkpointing = "every" or "selective"')
+        if self.checkpoint_blocks is not None and self.checkpoint_every is not None:
+            raise ValueError("checkpoint_blocks and checkpoint_every both say which blocks; leave one out")
+        return self
+
 
 class ClusterTable(Table):
     """`[cluster]`: the silo trains over several processes."""
@@ -95,6 +118,7 @@ class ClusterTable(Table):
     nodes: int = Field(1, ge=1, description="machines")
     devices: int | Literal["auto"] = Field("auto", description="of each node")
     memory: Memory = Field("auto", description="of one device, for example 80GiB")
+    host_memory: Memory = Field("auto", description="of one node, which offload uses, for example 2TiB")
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, else gloo")
     launch: Literal["torchrun", "external"] = Field(
         "torchrun", description="external: Slurm or Kubernetes starts the ranks (deploy/cluster)"

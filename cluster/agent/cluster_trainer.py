@@ -330,7 +330,7 @@ class ClusterTrainer:
         advice = Advice.read(self._folder)
         if first.kind == "out_of_memory":
             advice.halvings += 1
-            _log.warning("cluster: the micro-batch is halved")
+            _log.warning("cluster: the micro-batch is halved, or at one example another plan made")
         elif first.kind == "gpu_error" and self._table.launch == "external":
             _log.warning("cluster: take the device of rank %d out at the scheduler", first.rank)
         elif first.kind == "gpu_error" and self._devices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -41,6 +42,10 @@ class Anatomy:
     batch_norms: tuple[str, ...]
     loose: tuple[str, ...]
 
+    @cached_property
+    def _units(self) -> frozenset[str]:
+        return frozenset(self.units)
+
     @property
     def elements(self) -> int:
         """The number of parameters."""
@@ -48,10 +53,9 @@ class Anatomy:
 
     def unit_of(self, name: str) -> str | None:
         """The unit in which a parameter or module lies; None for one on the model itself."""
-        for unit in self.units:
-            if name == unit or name.startswith(f"{unit}."):
-                return unit
-        return None
+        while name and name not in self._units:
+            name = name.rpartition(".")[0]
+        return name or None
 
     def within(self, unit: str) -> tuple[Weight, ...]:
         """The weights of a unit."""

@@ -193,6 +193,10 @@ class Strategy:
             return [block for block in blocks if block in self.checkpoint_blocks]
         return list(blocks[:: self.checkpoint_every])
 
+    def with_checkpointing(self, kind: Checkpointing) -> Strategy:
+        """The strategy that computes activations of all blocks again in another way."""
+        return replace(self, checkpointing=kind, checkpoint_every=1, checkpoint_blocks=())
+
     def halved(self) -> Strategy:
         """The strategy with half the micro-batch, after running out of memory."""
         return replace(self, micro_batch=max(1, self.micro_batch // 2))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from roundtable.cluster.parallel.anatomy import Anatomy
 from roundtable.cluster.parallel.checkpointing import run_length
@@ -36,6 +37,16 @@ class Activations:
         return max(self.head, self.block) + self.again
 
 
+@dataclass
+class KeptSums:
+    """Bytes of one unit: `kept` for the backward pass, the `largest` of it, `weights`' copies, `products`."""
+
+    kept: float = 0.0
+    largest: float = 0.0
+    weights: float = 0.0
+    products: float = 0.0
+
+
 @dataclass(frozen=True)
 class Pass:
     """A model's traced pass under a strategy: turns the sizes of traced tensors into bytes on a rank."""
@@ -44,23 +55,38 @@ class Pass:
     trace: Trace
     tensor_parallel: TensorParallel
     strategy: Strategy
+    known: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
         """Micro-batches for each traced batch."""
         return self.strategy.micro_batch / self.trace.examples
 
-    def size(self, kept: Kept) -> float:
-        """Bytes on a rank, for one micro-batch."""
-        share = self.divisor(kept.name, weight=kept.weight)
-        return kept.bytes / share * (1.0 if kept.weight else self.scale)
+    def sums(self) -> dict[str | None, KeptSums]:
+        """What each unit keeps on a rank of one traced batch; under None what lies in no unit."""
+        key = id(self.trace), self.strategy.mesh.tp, self.strategy.sequence_parallel
+        if key not in self.known:
+            table: dict[str | None, KeptSums] = {}
+            for kept in self.trace.kept:
+                sums = table.setdefault(self.anatomy.unit_of(kept.name), KeptSums())
+                size = kept.bytes / self.divisor(kept.name, weight=kept.weight)
+                if kept.weight:
+                    sums.weights += size
+                else:
+                    sums.kept += size
+                    sums.largest = max(sums.largest, size)
+            for kept in self.trace.products:
+                table.setdefault(self.anatomy.unit_of(kept.name), KeptSums()).products += self.product(kept)
+            self.known[key] = table
+        found: dict[str | None, KeptSums] = self.known[key]
+        return found
 
     def product(self, kept: Kept) -> float:
         """Bytes of a product on a rank: that of a row is whole before it is summed over the ranks."""
         row = self.tensor_parallel.styles.get(kept.name) == "row"
         column = self.tensor_parallel.styles.get(kept.name) == "column"
         share = 1 if row else self.strategy.mesh.tp if column else self.divisor(kept.name)
-        return kept.bytes / share * self.scale
+        return kept.bytes / share
 
     def divisor(self, name: str, *, weight: bool = False) -> int:
         """How many ranks share what this module keeps."""
@@ -94,38 +120,26 @@ def activations(one: Pass, units: Sequence[str], rank: int, count: int) -> Activ
     strategy, anatomy = one.strategy, one.anatomy
     here = [block for block in anatomy.blocks if strategy.mesh.pp == 1 or block in units]
     last = rank == strategy.mesh.pp - 1
-    mine = [kept for kept in one.trace.kept if _is_here(anatomy, strategy, kept, units, last)]
-    whole = _by_block(here, anatomy, ((kept.name, one.size(kept)) for kept in mine if not kept.weight))
-    rest = sum(one.size(kept) for kept in mine if not kept.weight) - sum(whole.values())
-    outside = [one.size(kept) for kept in mine if anatomy.unit_of(kept.name) not in whole]
-    products = _by_block(here, anatomy, ((kept.name, one.product(kept)) for kept in one.trace.products))
+    sums, inside = one.sums(), set(here)
+    names: Iterable[str | None] = [*units, None] if last else units
+    mine = {name: sums[name] for name in (sums if strategy.mesh.pp == 1 else names) if name in sums}
+    whole = {block: mine[block].kept * one.scale if block in mine else 0.0 for block in here}
+    products = {block: mine[block].products * one.scale if block in mine else 0.0 for block in here}
+    rest = sum(each.kept for name, each in mine.items() if name not in inside) * one.scale
+    outside = (each.largest * one.scale for name, each in mine.items() if name not in inside)
     by_block, again = _checkpointed(one, here, whole, products)
     under_way = _under_way(strategy, rank, count)
     # Gradients of the logits and of their logarithms.
     head = 2.0 * one.trace.output * one.scale if last else 0.0
-    widest = [one.size(kept) for kept in mine if here and anatomy.unit_of(kept.name) == here[0]]
+    widest = mine[here[0]].largest * one.scale if here and here[0] in mine else 0.0
     return Activations(
         kept=(sum(by_block.values()) + rest) * under_way,
-        constant=sum(one.size(kept) for kept in mine if kept.weight) + _buffers(one, last, rank, count),
+        constant=sum(each.weights for each in mine.values()) + _buffers(one, last, rank, count),
         first=by_block[here[0]] if here else 0.0,
         again=again,
-        block=2.0 * max(widest, default=0.0),
+        block=2.0 * widest,
         head=max(head, max(outside, default=0.0)),
     )
-
-
-def _is_here(anatomy: Anatomy, strategy: Strategy, kept: Kept, units: Sequence[str], last: bool) -> bool:
-    unit = anatomy.unit_of(kept.name)
-    return strategy.mesh.pp == 1 or unit in units or (unit is None and last)
-
-
-def _by_block(here: Sequence[str], anatomy: Anatomy, sizes: Iterable[tuple[str, float]]) -> dict[str, float]:
-    totals = dict.fromkeys(here, 0.0)
-    for name, size in sizes:
-        unit = anatomy.unit_of(name)
-        if unit in totals:
-            totals[unit] += size
-    return totals
 
 
 def _checkpointed(

@@ -1,19 +1,52 @@
-"""Counts the operations that training on one example takes, on fake tensors: the base of utilisation."""
+"""Counts what training on one example takes, on fake tensors: operations, bytes that are moved, calls.
+
+The operations are the base of utilisation and, with the other two, of a step's predicted time.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from typing_extensions import override
 
 from roundtable.cluster.parallel.forward_trace import fake_model, quietly
 from roundtable.core.task import Task
 
 _ATEN = torch.ops.aten
+# They move nothing.
+_FREE = {_ATEN._unsafe_view, _ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.new_empty_strided}
+# They read as much of their first argument as they give back.
+_LOOKUPS = {_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of matrix products, attention and convolutions; bytes that the other operators read and
+    write, both of one example; bytes of weights read and of their gradients written, and calls of operators,
+    both of a pass, whatever its examples.
+    """
+
+    flops: float = 0.0
+    moved: float = 0.0
+    weights: float = 0.0
+    calls: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops,
+            self.moved + other.moved,
+            self.weights + other.weights,
+            self.calls + other.calls,
+        )
 
 
 @dataclass(frozen=True)
@@ -22,12 +55,15 @@ class ExampleCost:
 
     `tokens` is the length of its sequence of tokens, 0 where it has none. `method` is counted, operator by
     operator, or 6N: six operations for each parameter and position of the model's output (Kaplan et al.
-    2020, section 2.1), where the backward pass cannot run on fake tensors.
+    2020, section 2.1), where the backward pass cannot run on fake tensors. `forward` is the work of each
+    module's own operators by its name, `backward` that of all together.
     """
 
     flops: float
     tokens: int
     method: Literal["counted", "6N"]
+    forward: Mapping[str, Work] = field(default_factory=dict)
+    backward: Work = field(default_factory=Work)
 
 
 def count_work(task: Task, batch: Any) -> ExampleCost:
@@ -36,17 +72,88 @@ def count_work(task: Task, batch: Any) -> ExampleCost:
     fakes = tree_map_only(Tensor, mode.from_tensor, batch)
     leaves = [leaf for leaf in tree_leaves(fakes) if isinstance(leaf, Tensor) and leaf.dim()]
     examples = len(leaves[0]) if leaves else 1
-    seen = _Shapes(model)
-    counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
-    try:
-        with quietly(), mode, counter:
-            task.loss(model, fakes).backward()  # type: ignore[no-untyped-call]
-    except Exception:  # noqa: BLE001 - code that wants values may raise anything
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return ExampleCost(6.0 * trained * max(1, seen.positions // examples), seen.tokens, "6N")
-    finally:
-        seen.remove()
-    return ExampleCost(counter.get_total_flops() / examples, seen.tokens, "counted")
+    seen, recorder = _Shapes(model), OperatorRecorder(model)
+    with seen.hooks:
+        try:
+            with quietly(), mode, recorder:
+                loss = task.loss(model, fakes)
+                recorder.backward = True
+                loss.backward()  # type: ignore[no-untyped-call]
+        except Exception:  # noqa: BLE001 - code that wants values may raise anything
+            return _by_size(model, seen, examples)
+    forward, backward = recorder.found(examples)
+    total = sum(work.flops for work in forward.values()) + backward.flops
+    return ExampleCost(total, seen.tokens, "counted", forward, backward)
+
+
+def _by_size(model: nn.Module, seen: _Shapes, examples: int) -> ExampleCost:
+    """Two operations forward and four backward for each parameter and position, and nothing beside them."""
+    positions = max(1, seen.positions // examples)
+    own = {
+        name: sum(p.numel() for p in module.parameters(recurse=False) if p.requires_grad)
+        for name, module in model.named_modules()
+    }
+    size = {name: float(count) for name, count in own.items() if count}
+    forward = {name: Work(2.0 * count * positions, 0.0, 4.0 * count, 1.0) for name, count in size.items()}
+    whole = sum(forward.values(), Work())
+    backward = Work(2 * whole.flops, 0.0, 2 * whole.weights, 2 * whole.calls)
+    return ExampleCost(6.0 * sum(size.values()) * positions, seen.tokens, "6N", forward, backward)
+
+
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the work of each module's own operators, and with `backward` set that of all together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.backward = False
+        self._forward: dict[str, Work] = defaultdict(Work)
+        self._back = Work()
+        self._stack = [""]
+        self._weights = {tuple(p.shape) for p in model.parameters()}
+        self._weights |= {shape[::-1] for shape in self._weights if len(shape) == 2}
+        self._hooks = [
+            hook
+            for name, module in model.named_modules()
+            for hook in (
+                module.register_forward_pre_hook(lambda *_, name=name: self._stack.append(name)),
+                module.register_forward_hook(lambda *_: self._leave()),
+            )
+        ]
+
+    def found(self, examples: int) -> tuple[dict[str, Work], Work]:
+        """(by module of the forward pass, of the backward pass), of one example; the hooks are removed."""
+        for hook in self._hooks:
+            hook.remove()
+
+        def of_one(work: Work) -> Work:
+            return Work(work.flops / examples, work.moved / examples, work.weights, work.calls)
+
+        return {name: of_one(work) for name, work in self._forward.items()}, of_one(self._back)
+
+    def _leave(self) -> None:
+        self._stack.pop()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not (func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE):
+            work = self._work(func, args, kwargs or {}, output)
+            if self.backward:
+                self._back += work
+            else:
+                self._forward[self._stack[-1]] += work
+        return output
+
+    def _work(self, func: Any, args: Any, kwargs: Any, output: Any) -> Work:
+        count = _COUNTS.get(func.overloadpacket)
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        written = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if func.overloadpacket in _LOOKUPS:
+            read = written
+        weights = sum(leaf.nbytes for leaf in (*read, *written) if tuple(leaf.shape) in self._weights)
+        if count is not None:
+            return Work(float(count(*args, **kwargs, out_val=output)), 0.0, weights, 1.0)
+        return Work(0.0, sum(leaf.nbytes for leaf in (*read, *written)) - weights, weights, 1.0)
 
 
 class _Shapes:
@@ -54,16 +161,11 @@ class _Shapes:
 
     def __init__(self, model: nn.Module) -> None:
         self.tokens = self.positions = 0
-        self._handles = [
-            part.register_forward_pre_hook(self._embedded)
-            for part in model.modules()
-            if isinstance(part, nn.Embedding)
-        ]
-        self._handles.append(model.register_forward_hook(self._after_forward))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self.hooks = ExitStack()
+        for part in model.modules():
+            if isinstance(part, nn.Embedding):
+                self.hooks.callback(part.register_forward_pre_hook(self._embedded).remove)
+        self.hooks.callback(model.register_forward_hook(self._after_forward).remove)
 
     def _embedded(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 2:
@@ -76,15 +178,22 @@ class _Shapes:
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Operations of attention on a CPU, which torch's counter does not know."""
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(out: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Twice the forward pass, as for any product: what a kernel computes again is not the model's work."""
-    return 2 * int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+    return 2 * _attention(query, key, value)
 
 
-_CPU_ATTENTION = {
+def _grouped(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
+    """Operations of a product over experts: each row meets the matrix of one of them."""
+    return int(2 * rows.numel() * weights.shape[-1])
+
+
+_COUNTS: dict[Any, Any] = {
+    **flop_registry,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _ATEN._grouped_mm: _grouped,
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
+from math import prod
 
 from roundtable.client.policy.cluster_table import ClusterTable, StrategyTable
 from roundtable.cluster.parallel.pipeline_stages import refuse_cut
@@ -13,13 +15,16 @@ from roundtable.cluster.parallel.strategy import (
     DataParallel,
     Mesh,
     Reduction,
+    Schedule,
     Strategy,
 )
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError
 
 _CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "every", "sqrt")
+_INTERLEAVED = (2, 3, 4)
 _WHOLE: tuple[DataParallel, ...] = ("none", "ddp", "zero1")
 _SHARDED: tuple[DataParallel, ...] = ("zero2", "zero3")
 
@@ -31,27 +36,27 @@ def candidates(
     table: ClusterTable,
     reduction: Reduction,
     reasons: list[str],
+    offload: bool,
 ) -> Iterator[Strategy]:
     """Yields strategies from plain to elaborate, and adds to `reasons` why splits of the model are left out.
 
-    `reduction` is how DDP's gradients travel where the table does not say.
+    `reduction` is how DDP's gradients travel where the table does not say. With checkpointing = "budget" they
+    have none: which blocks do depends on the memory that they need.
     """
     hand = table.strategy
-    offloads = (False, True) if resources.device == "cuda" else (False,)
-    for offload in offloads if hand.offload is None else (hand.offload,):
-        for tp, pp in _splits(probe, resources, hand, reasons):
-            for kind in _kinds(hand, offload):
-                for mesh in _meshes(resources, hand, kind, tp, pp):
-                    # Shards of one rank alone save nothing, unless they are what is offloaded.
-                    if kind in _SHARDED and mesh.data == 1 and not (hand.data_parallel or offload):
-                        continue
-                    if reason := _cannot_apply(probe, hand, kind, mesh):
-                        if reason not in reasons:
-                            reasons.append(reason)
-                        continue
-                    yield from _whole(
-                        probe, job, reasons, _variants(probe, job, table, mesh, kind, offload, reduction)
-                    )
+    for tp, pp in _splits(probe, resources, hand, reasons):
+        for kind in _kinds(hand, offload, pp):
+            for mesh in _meshes(resources, hand, kind, tp, pp):
+                # Shards of one rank alone save nothing, unless they are what is offloaded.
+                if kind in _SHARDED and mesh.data == 1 and not (hand.data_parallel or offload):
+                    continue
+                if reason := _cannot_apply(probe, hand, kind, mesh):
+                    if reason not in reasons:
+                        reasons.append(reason)
+                    continue
+                yield from _whole(
+                    probe, job, reasons, _variants(probe, job, table, mesh, kind, offload, reduction)
+                )
 
 
 def _splits(
@@ -77,18 +82,31 @@ def _split_refusal(probe: ModelProbe, tp: int, pp: int, virtual_stages: int) -> 
     """Why the model cannot be split so; empty where it can."""
     if tp > 1 and (reason := probe.cannot_split.get(tp, f"tp = {tp} is not a power of two up to 16")):
         return f"no tensor parallelism over {tp}: {reason}"
-    if pp > 1 and (reason := probe.cannot_pipeline or refuse_cut(probe.anatomy, pp * virtual_stages)):
+    if pp > 1 and (reason := probe.cannot_pipeline or _refuse_cut(probe, pp * virtual_stages)):
         return f"no pipeline: {reason}"
     return ""
 
 
-def _kinds(hand: StrategyTable, offload: bool) -> list[DataParallel]:
+def _refuse_cut(probe: ModelProbe, stages: int) -> str:
+    """As refuse_cut, remembered."""
+    key = "refused", stages
+    if key not in probe.known:
+        probe.known[key] = refuse_cut(probe.anatomy, stages)
+    return str(probe.known[key])
+
+
+def _kinds(hand: StrategyTable, offload: bool, pp: int) -> list[DataParallel]:
     """The kinds of data parallelism to try, in the order of what they cost."""
     if hand.data_parallel:
         kinds = [hand.data_parallel]
     else:
         # Replicas that train apart cannot share one optimizer's state out, as ZeRO-1 does.
         kinds = [kind for kind in (*_WHOLE, *_SHARDED) if not (hand.local_steps and kind == "zero1")]
+        if hand.reduction not in (None, "exact"):
+            kinds = ["ddp"]
+        if pp > 1 and "zero3" in kinds:
+            # A stage is run many times a step, and keeps its weights gathered: zero3 would be zero2.
+            kinds.remove("zero3")
     return [kind for kind in kinds if kind in _SHARDED] if offload else kinds
 
 
@@ -97,22 +115,22 @@ def _meshes(
 ) -> Iterator[Mesh]:
     """The meshes on which this kind of data parallelism uses all devices that `tp` and `pp` leave."""
     data, ep = resources.world // (tp * pp), hand.ep or 1
-    for shape in _shapes(kind, data, resources.devices // tp):
-        dp, fsdp = _set_by_hand(shape, data, hand)
-        if dp * fsdp == data and fsdp % ep == 0:
+    shapes = (_set_by_hand(shape, data, hand) for shape in _shapes(kind, data, resources.devices // tp))
+    for dp, fsdp in dict.fromkeys(shapes):
+        if dp * fsdp == data and fsdp % ep == 0 and not (hand.local_steps and dp == 1 < data):
             mesh = Mesh(pp=pp, dp=dp, fsdp=fsdp, tp=tp, ep=ep)
             if kind in _SHARDED or _holds_whole_copies(kind, mesh):
                 yield mesh
 
 
 def _shapes(kind: DataParallel, data: int, within: int) -> Iterator[tuple[int, int]]:
-    """(dp, fsdp) over `data` ranks, of which `within` are on a node: shards stay within nodes if they can."""
+    """(dp, fsdp) over `data` ranks, of which `within` are on a node: shards over one node, two, and so on."""
     if kind in _WHOLE:
         yield data, 1
         return
-    if 1 < within < data and data % within == 0:
-        yield data // within, within
-    yield 1, data
+    for fsdp in _divisors(data):
+        if fsdp == data or (1 < within <= fsdp and fsdp % within == 0) or (within == 1 and fsdp > 1):
+            yield data // fsdp, fsdp
 
 
 def _set_by_hand(shape: tuple[int, int], data: int, hand: StrategyTable) -> tuple[int, int]:
@@ -152,17 +170,21 @@ def _variants(
         kinds.remove("sqrt")
     if hand.schedule == SPLITTING:
         kinds = ["none"]
-    for checkpointing in [hand.checkpointing] if hand.checkpointing else kinds:
-        for micro_batch in [hand.micro_batch] if hand.micro_batch else _halvings(share, mesh.pp):
+    if hand.checkpointing:
+        kinds = ["none" if hand.checkpointing == "budget" else hand.checkpointing]
+    sizes = [hand.micro_batch] if hand.micro_batch else list(_halvings(share, mesh.pp))
+    for checkpointing in kinds:
+        for micro_batch, (schedule, virtual) in product(sizes, _schedules(probe, hand, mesh.pp)):
             yield Strategy(
                 mesh=mesh,
                 data_parallel=kind,
                 micro_batch=micro_batch,
-                schedule=hand.schedule or "1f1b",
-                virtual_stages=hand.virtual_stages or (1 if hand.schedule in (None, "gpipe", "1f1b") else 2),
+                schedule=schedule,
+                virtual_stages=virtual,
                 sequence_parallel=sequence_parallel,
                 checkpointing=checkpointing,
                 checkpoint_every=hand.checkpoint_every or 1,
+                checkpoint_blocks=tuple(probe.anatomy.blocks[i] for i in hand.checkpoint_blocks or ()),
                 offload=offload,
                 precision=precision,
                 reduction=hand.reduction or _reduction(table, kind, reduction),
@@ -179,6 +201,16 @@ def _reduction(table: ClusterTable, kind: DataParallel, measured: Reduction) -> 
     if kind != "ddp" or table.strategy.local_steps:
         return "exact"
     return "bfloat16" if table.precision == "float16" and measured == "powersgd" else measured
+
+
+def _schedules(probe: ModelProbe, hand: StrategyTable, pp: int) -> list[tuple[Schedule, int]]:
+    """(schedule, stages of a rank): 1F1B, and interleaved where each rank gets as many blocks for a stage."""
+    if hand.schedule or hand.virtual_stages or pp == 1:
+        stages = hand.virtual_stages or (1 if hand.schedule in (None, "gpipe", "1f1b") else 2)
+        return [(hand.schedule or "1f1b", stages)]
+    blocks = len(probe.anatomy.blocks)
+    several = [v for v in _INTERLEAVED if blocks % (pp * v) == 0 and not _refuse_cut(probe, pp * v)]
+    return [("1f1b", 1), *(("interleaved", v) for v in several)]
 
 
 def _whole(
@@ -212,6 +244,12 @@ def _cannot_apply(probe: ModelProbe, hand: StrategyTable, kind: DataParallel, me
         return f"sequence_parallel = true: {reason}"
     if (hand.checkpointing or "none") != "none" and not probe.anatomy.blocks:
         return f"checkpointing = {hand.checkpointing!r}: the model has no repeated blocks to compute again"
+    listed = [number for number in hand.checkpoint_blocks or () if number >= len(probe.anatomy.blocks)]
+    if listed:
+        return (
+            f"checkpoint_blocks = {listed[0]}: the model has {len(probe.anatomy.blocks)} repeated blocks, "
+            f"numbers 0 to {len(probe.anatomy.blocks) - 1}"
+        )
     if hand.checkpointing == "sqrt" and probe.cannot_run:
         return probe.cannot_run
     if not calls and (wrapped or kind in _SHARDED):
@@ -228,8 +266,8 @@ def _cannot_apply(probe: ModelProbe, hand: StrategyTable, kind: DataParallel, me
 
 
 def _halvings(share: int, stages: int) -> Iterator[int]:
-    """The share of a step, and half of it again and again; a pipeline starts with four to a stage."""
-    size = max(1, share // (4 * stages) if stages > 1 else share)
+    """The share of a step, and half of it again and again; a pipeline has one for each stage at least."""
+    size = max(1, share // stages)
     while size > 1:
         yield size
         size = -(-size // 2)
@@ -238,3 +276,39 @@ def _halvings(share: int, stages: int) -> Iterator[int]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def check_by_hand(resources: Resources, table: ClusterTable) -> None:
+    """Raises ConfigError for degrees in `[cluster.strategy]` that the devices cannot form."""
+    hand, world = table.strategy, resources.world
+    if (hand.cp or 1) > 1:
+        raise ConfigError(
+            f"[cluster.strategy] cp = {hand.cp}: context parallelism is not offered, as torch's has no CPU "
+            "kernel to be checked with; tp with sequence_parallel shards the sequence between the blocks"
+        )
+    degrees = {key: getattr(hand, key) for key in ("pp", "dp", "fsdp", "tp") if getattr(hand, key)}
+    ranks = prod(degrees.values())
+    mesh = " × ".join(f"{key} {value}" for key, value in degrees.items())
+    if ranks > world:
+        raise ConfigError(f"[cluster.strategy] {mesh} is a mesh of {ranks} ranks; there are {world} devices")
+    if world % ranks:
+        raise ConfigError(
+            f"[cluster.strategy] {mesh}: {world} devices do not divide by {ranks}; "
+            f"use {world // ranks * ranks} of them, or other degrees"
+        )
+    split = next((key for key in ("tp", "pp", "ep") if (getattr(hand, key) or 1) > 1), None)
+    if split and hand.data_parallel in ("ddp", "zero1"):
+        why = {
+            "ddp": "DDP reduces whole gradients in buckets of its own",
+            "zero1": "ZeRO-1's ranks share out the optimizer's state by whole parameters",
+        }[hand.data_parallel]
+        raise ConfigError(
+            f"[cluster.strategy] data_parallel = {hand.data_parallel!r} and {split} = "
+            f"{getattr(hand, split)}: {why}, and {split} leaves each rank a part of them; use zero2, which "
+            "shards the optimizer too and replicates over dp"
+        )
+    if (hand.tp or 1) > resources.devices:
+        raise ConfigError(
+            f"[cluster.strategy] tp = {hand.tp} would cross nodes of {resources.devices} devices: "
+            "every layer would wait for the network"
+        )

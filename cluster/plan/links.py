@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +22,11 @@ from roundtable.core.evidence.release import release
 
 FILE = "links.json"
 _SIZES = (1 << 16, 1 << 20, 1 << 24)
-_REPEATS = 3
+_REPEATS = 5
 _SIDE = {"cuda": 4096, "cpu": 512}
+# Bytes of a vector whose sums are timed, and operators in the chain whose calls are.
+_VECTOR = {"cuda": 1 << 28, "cpu": 1 << 25}
+_CALLS = 50
 # Bandwidth within nodes over that between them: from here in bfloat16, from there as low-rank factors.
 _SLOW, _VERY_SLOW = 10.0, 100.0
 
@@ -30,8 +36,10 @@ class Links:
     """Bus bandwidth of an all-reduce in bytes a second by payload: among a node's ranks, and between nodes.
 
     A table is empty where there is one rank on a node, or one node. `products` are the operations a second of
-    the slowest rank's matrix products, by precision. `at` is the time of measurement in seconds since the
-    epoch. `key` is a digest of hosts, devices, backend and versions: the figures hold for no other.
+    the slowest rank's matrix products, by precision, `memory` the bytes a second of its sums of vectors, and
+    `call` the seconds that a small operator and its backward pass take, each. `at` is the time of measurement
+    in seconds since the epoch. `key` is a digest of hosts, devices, backend and versions: the figures hold
+    for no other.
     """
 
     key: str
@@ -40,6 +48,8 @@ class Links:
     within: dict[int, float]
     between: dict[int, float]
     products: dict[str, float] = field(default_factory=dict)
+    memory: float = 0.0
+    call: float = 0.0
 
     def lines(self, now: float) -> list[str]:
         """The figures in words, a line each."""
@@ -52,6 +62,8 @@ class Links:
         if self.products:
             products = ", ".join(f"{rate / 1e12:.3g} in {name}" for name, rate in self.products.items())
             lines.append(f"matrix products of a device: Tflop/s {products}")
+        if self.memory:
+            lines.append(f"memory: {self.memory / 1e9:.3g} GB/s; a call: {self.call * 1e6:.3g} µs")
         return lines
 
 
@@ -70,7 +82,7 @@ def known_links(folder: Path, device: torch.device, per_node: int, control: dist
     """The kept figures where they are of the same ranks; else new ones, which rank 0 keeps. Collective."""
     key = links_key(device, control)
     kept = read_links(folder, key) if dist.get_rank() == 0 else None
-    kept = kept if kept is not None and kept.products else None
+    kept = kept if kept is not None and kept.products and kept.memory else None
     if "1" in gather_text("1" if kept is not None else "", control):
         # Only rank 0 plans with the figures.
         return kept or Links(key, dist.get_world_size(), at=0.0, within={}, between={})
@@ -95,7 +107,8 @@ def measure_links(device: torch.device, per_node: int, key: str = "") -> Links:
     across = [list(range(place, world, per_node)) for place in range(per_node)]
     within = _rates(nodes, device)
     between = _rates(across, device)
-    return Links(key, world, time.time(), within, between, _products(device))
+    figures = _products(device), _memory(device), _call(device)
+    return Links(key, world, time.time(), within, between, *figures)
 
 
 def reduction_for(links: Links | None) -> tuple[Reduction, str]:
@@ -145,16 +158,43 @@ def _products(device: torch.device) -> dict[str, float]:
     rates = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         one = torch.ones(side, side, dtype=dtype, device=device)
-        one @ one
+        rates[name] = 2.0 * side**3 / _seconds(partial(torch.matmul, one, one), device)
+    return rates
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes a second of the slowest rank's memory, while all ranks add vectors that no cache holds."""
+    one = torch.ones(_VECTOR[device.type] // 4, device=device)
+    out = torch.empty_like(one)
+    return 3.0 * one.nbytes / _seconds(lambda: torch.add(one, one, out=out), device)
+
+
+def _call(device: torch.device) -> float:
+    """Seconds that an operator of a small tensor takes, half of a forward and backward pass over it."""
+    one = torch.ones(64, device=device, requires_grad=True)
+
+    def chain() -> None:
+        x = one
+        for _ in range(_CALLS):
+            x = x * 1.5
+        x.sum().backward()  # type: ignore[no-untyped-call]
+
+    return _seconds(chain, device) / (2 * _CALLS)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The median of the slowest rank, after one time that does not count. Collective."""
+    work()
+    found = []
+    for _ in range(_REPEATS):
         _wait(device)
         began = time.perf_counter()
-        for _ in range(_REPEATS):
-            one @ one
+        work()
         _wait(device)
-        seconds = torch.tensor((time.perf_counter() - began) / _REPEATS, dtype=torch.float64, device=device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        rates[name] = 2.0 * side**3 / float(seconds)
-    return rates
+        found.append(time.perf_counter() - began)
+    seconds = torch.tensor(statistics.median(found), dtype=torch.float64, device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def _wait(device: torch.device) -> None:

@@ -6,15 +6,17 @@ what autograd keeps in a traced pass, scaled by the micro-batch and divided wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from roundtable.cluster.parallel.anatomy import Anatomy, Weight
 from roundtable.cluster.parallel.forward_trace import Trace
 from roundtable.cluster.parallel.pipeline_stages import partition
-from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.strategy import Mesh, Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.plan.activations import Activations, Pass, activations
+from roundtable.cluster.plan.arithmetic import ExampleCost, Work
 from roundtable.cluster.plan.collective_buffers import Buffers, buffers_of, shards_weights
 from roundtable.cluster.plan.resources import format_bytes
 
@@ -25,8 +27,8 @@ class Estimate:
 
     `activations` is what one step keeps for its backward pass, `working` the largest temporaries beside
     it, `communication` gathered weights, what is reduced, and the copies of both that the backend makes.
-    Gradients grow as activations shrink, so the `peak` is less than the sum where one micro-batch makes a
-    step.
+    `host` is what waits in the host's memory instead, for each device. Gradients grow as activations
+    shrink, so the `peak` is less than the sum where one micro-batch makes a step.
     """
 
     parameters: int
@@ -36,10 +38,12 @@ class Estimate:
     working: int
     communication: int
     peak: int
+    host: int = 0
 
     def lines(self) -> list[str]:
         """The figures in words, a line each."""
-        return [f"{name:<14}{format_bytes(value):>12}" for name, value in asdict(self).items()]
+        terms = {name: value for name, value in asdict(self).items() if value or name != "host"}
+        return [f"{name:<14}{format_bytes(value):>12}" for name, value in terms.items()]
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class ModelProbe:
     `cannot_split` has a reason by degree, `cannot_pipeline` and `cannot_run` one; empty where the model can
     be split, cut into stages, or its blocks checkpointed in runs. In bfloat16 `trace` is under autocast, and
     `half` the pass of a model in bfloat16 itself, as gathered shards are. `gloo`: collectives are gloo's,
-    which work on copies. `flops` are of one example.
+    which work on copies. `work` is of one example, `optimizer` of a step for each byte of gradients, and each
+    parameter. `known` has sums that were asked for before.
     """
 
     anatomy: Anatomy
@@ -64,48 +69,143 @@ class ModelProbe:
     cannot_run: str = ""
     half: Trace | None = None
     gloo: bool = False
-    flops: float = 0.0
+    work: ExampleCost = field(default_factory=lambda: ExampleCost(0.0, 0, "counted"))
+    optimizer: Work = field(default_factory=Work)
+    known: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    @property
+    def flops(self) -> float:
+        """Operations of one example, forward and backward."""
+        return self.work.flops
+
+
+@dataclass(frozen=True)
+class Part:
+    """A weight with the elements that a rank has before sharding, its unit, and whether it is an expert's."""
+
+    weight: Weight
+    elements: float
+    unit: str | None
+    expert: bool
+
+    @property
+    def bytes(self) -> float:
+        """Of those elements."""
+        return self.elements * self.weight.itemsize
+
+
+def parts_of(probe: ModelProbe, strategy: Strategy) -> dict[str | None, list[Part]]:
+    """Each unit's weights as tensor and expert parallelism divide them."""
+    key = "parts", strategy.mesh.tp, strategy.mesh.ep
+    if key not in probe.known:
+        table: dict[str | None, list[Part]] = {}
+        for weight in probe.anatomy.weights:
+            module, _, kind = weight.name.rpartition(".")
+            style = probe.tensor_parallel.styles.get(module)
+            divided = style is not None and not (style == "row" and kind == "bias")
+            expert = module in probe.experts
+            elements = weight.elements / (strategy.mesh.tp if divided else 1)
+            elements /= strategy.mesh.ep if expert else 1
+            unit = probe.anatomy.unit_of(weight.name)
+            table.setdefault(unit, []).append(Part(weight, elements, unit, expert))
+        probe.known[key] = table
+    found: dict[str | None, list[Part]] = probe.known[key]
+    return found
 
 
 def estimate(probe: ModelProbe, strategy: Strategy, accumulated: int) -> Estimate:
     """Memory of the fullest device; `accumulated` is the number of micro-batches in a step."""
-    stages = strategy.mesh.pp * strategy.virtual_stages
-    cuts = partition(probe.anatomy, stages) if stages > 1 else [list(probe.anatomy.units)]
-    ranks = [
-        [unit for stage in strategy.stages_of(rank) for unit in cuts[stage]]
-        for rank in range(strategy.mesh.pp)
+    estimates = [
+        estimate_rank(probe, strategy, accumulated, units, rank) for rank, units in fullest(probe, strategy)
     ]
-    estimates = [_rank(probe, strategy, accumulated, units, rank) for rank, units in enumerate(ranks)]
     return max(estimates, key=lambda one: one.peak)
 
 
-def _rank(
+def stages_of(probe: ModelProbe, strategy: Strategy) -> list[list[str]]:
+    """The units of each pipeline rank."""
+    stages = strategy.mesh.pp * strategy.virtual_stages
+    if stages == 1:
+        return [list(probe.anatomy.units)]
+    if ("cut", stages) not in probe.known:
+        probe.known["cut", stages] = partition(probe.anatomy, stages)
+    cuts = probe.known["cut", stages]
+    pp = strategy.mesh.pp
+    return [[unit for stage in strategy.stages_of(rank) for unit in cuts[stage]] for rank in range(pp)]
+
+
+def fullest(probe: ModelProbe, strategy: Strategy) -> list[tuple[int, list[str]]]:
+    """(rank, units) of the pipeline ranks of which one is the fullest, and one the slowest.
+
+    They are the first two, the last, and the first of those with most blocks and of those with most weights.
+    """
+    key = "fullest", strategy.mesh.pp, strategy.virtual_stages, strategy.mesh.tp, strategy.mesh.ep
+    if key not in probe.known:
+        ranks, blocks = stages_of(probe, strategy), set(probe.anatomy.blocks)
+        parts = parts_of(probe, strategy)
+        sizes = {unit: sum(part.bytes for part in each) for unit, each in parts.items()}
+        most = max(range(len(ranks)), key=lambda rank: sum(unit in blocks for unit in ranks[rank]))
+        heavy = max(range(len(ranks)), key=lambda rank: sum(sizes.get(unit, 0.0) for unit in ranks[rank]))
+        chosen = {0, min(1, len(ranks) - 1), most, heavy, len(ranks) - 1}
+        probe.known[key] = [(rank, ranks[rank]) for rank in sorted(chosen)]
+    found: list[tuple[int, list[str]]] = probe.known[key]
+    return found
+
+
+def least_bytes(probe: ModelProbe, strategy: Strategy) -> float:
+    """Bytes of weights, gradients and optimizer of the rank that has most of them: the least it needs."""
+    if strategy.offload:
+        return 0.0
+    mesh, parts = strategy.mesh, parts_of(probe, strategy)
+    key = "heaviest", mesh.pp, strategy.virtual_stages, mesh.tp, mesh.ep
+    if key not in probe.known:
+        ranks = [list(parts)] if mesh.pp == 1 else [units for _, units in fullest(probe, strategy)]
+        here = [[part for unit in units for part in parts.get(unit, ())] for units in ranks]
+        probe.known[key] = max(
+            (sum(part.bytes for part in each), sum(part.bytes for part in each if part.weight.trainable))
+            for each in here
+        )
+    held, trained = probe.known[key]
+    shards = mesh.fsdp if shards_weights(strategy) else 1
+    optimizer = probe.state_factor / (mesh.dp if strategy.data_parallel == "zero1" else 1)
+    return float(held + trained * (1 + optimizer)) / shards
+
+
+def estimate_rank(
     probe: ModelProbe, strategy: Strategy, accumulated: int, units: Sequence[str], rank: int
 ) -> Estimate:
-    anatomy, mesh = probe.anatomy, strategy.mesh
-    here = [w for w in anatomy.weights if mesh.pp == 1 or anatomy.unit_of(w.name) in units]
+    """Memory of one pipeline rank, which holds `units`."""
+    anatomy, mesh, by_unit = probe.anatomy, strategy.mesh, parts_of(probe, strategy)
+    names: Iterable[str | None] = by_unit if mesh.pp == 1 else (unit for unit in units if unit in by_unit)
+    here = [part for name in names for part in by_unit[name]]
     shards = mesh.fsdp if strategy.data_parallel in ("zero2", "zero3") else 1
-    held = sum(_part(probe, strategy, weight, shards) * weight.itemsize for weight in here)
-    trained = [weight for weight in here if weight.trainable]
-    gradients = sum(_part(probe, strategy, weight, shards) * weight.itemsize for weight in trained)
+    held = sum(_bytes(part, mesh, shards) for part in here)
+    trained = [part for part in here if part.weight.trainable]
+    gradients = sum(_bytes(part, mesh, shards) for part in trained)
     share = mesh.dp if strategy.data_parallel == "zero1" else 1
     optimizer = gradients * probe.state_factor / share
     if strategy.local_steps:
         # The weights at the last meeting, and the outer optimizer's momentum.
         optimizer += gradients * (2 if strategy.outer_momentum else 1)
+    if strategy.reduction in ("powersgd", "topk"):
+        # What was not sent yet, which the next step's gradients are added to.
+        optimizer += gradients
     temporaries = gradients * probe.optimizer_temporaries / share
     half = strategy.half is not None and shards_weights(strategy)
     traced = probe.half if half and probe.half is not None else probe.trace
-    run = activations(Pass(anatomy, traced, probe.tensor_parallel, strategy), units, rank, accumulated)
+    run = activations(
+        Pass(anatomy, traced, probe.tensor_parallel, strategy, probe.known), units, rank, accumulated
+    )
     groups = _groups(probe, strategy, here)
-    buffers = buffers_of(strategy, groups, _after(probe, strategy, here), shards, probe.gloo)
+    buffers = buffers_of(strategy, groups, _after(probe, here), shards, probe.gloo)
     fixed = held + anatomy.buffer_bytes + optimizer
     # A float64 copy of one gradient for its norm, or what an optimizer makes of one while it takes a step.
-    passing = 8 * max((_part(probe, strategy, weight, shards) for weight in trained), default=0.0)
+    passing = 8 * max((_bytes(part, mesh, shards) / part.weight.itemsize for part in trained), default=0.0)
+    host = fixed - anatomy.buffer_bytes + gradients if strategy.offload else 0.0
     if strategy.offload:
         fixed = gradients = temporaries = passing = 0
     step = gradients + max(temporaries, passing)
-    standing = _standing(strategy, gradients, accumulated)
+    whole = sum(part.bytes for part in trained)
+    standing = _standing(strategy, gradients, whole, accumulated)
     peak = fixed + max(step, _peak(gradients, standing, run, buffers, groups))
     return Estimate(
         parameters=int(held + anatomy.buffer_bytes),
@@ -115,6 +215,7 @@ def _rank(
         working=int(run.working),
         communication=int(buffers.most),
         peak=int(peak),
+        host=int(host),
     )
 
 
@@ -147,45 +248,34 @@ def _peak(
     )
 
 
-def _split(probe: ModelProbe, strategy: Strategy, weight: Weight) -> float:
-    """Elements of a weight on a rank before sharding: its part under tensor and expert parallelism."""
-    module, _, kind = weight.name.rpartition(".")
-    style = probe.tensor_parallel.styles.get(module)
-    divided = style is not None and not (style == "row" and kind == "bias")
-    elements = weight.elements / (strategy.mesh.tp if divided else 1)
-    return elements / (strategy.mesh.ep if module in probe.experts else 1)
+def _bytes(part: Part, mesh: Mesh, shards: int) -> float:
+    """Bytes of a weight that a rank holds: the ranks that share experts hold different ones."""
+    return part.bytes / (shards / mesh.ep if part.expert and shards > 1 else shards)
 
 
-def _part(probe: ModelProbe, strategy: Strategy, weight: Weight, shards: int) -> float:
-    """Elements of a weight that a rank holds."""
-    if weight.name.rpartition(".")[0] in probe.experts and shards > 1:
-        shards //= strategy.mesh.ep
-    return _split(probe, strategy, weight) / shards
-
-
-def _groups(probe: ModelProbe, strategy: Strategy, here: Sequence[Weight]) -> dict[str, float]:
+def _groups(probe: ModelProbe, strategy: Strategy, here: Sequence[Part]) -> dict[str, float]:
     """Bytes of the weights that are gathered together: each block, and under "" the rest."""
     groups: dict[str, float] = {"": 0.0}
-    apart = probe.anatomy.alone if shards_weights(strategy) else probe.anatomy.blocks
-    for weight in here:
-        unit = probe.anatomy.unit_of(weight.name)
-        key = unit if unit in apart else None
-        size = _split(probe, strategy, weight) * weight.itemsize
-        groups[key or ""] = groups.get(key or "", 0.0) + size
+    apart = set(probe.anatomy.alone if shards_weights(strategy) else probe.anatomy.blocks)
+    for part in here:
+        key = part.unit if part.unit in apart else None
+        groups[key or ""] = groups.get(key or "", 0.0) + part.bytes
     return groups
 
 
-def _after(probe: ModelProbe, strategy: Strategy, here: Sequence[Weight]) -> float:
+def _after(probe: ModelProbe, here: Sequence[Part]) -> float:
     """Bytes of the trained weights that follow the blocks, such as a head's."""
     anatomy = probe.anatomy
     last = anatomy.units.index(anatomy.blocks[-1]) if anatomy.blocks else -1
     following = set(anatomy.units[last + 1 :])
-    heads = (w for w in here if w.trainable and anatomy.unit_of(w.name) in following)
-    return sum(_split(probe, strategy, weight) * weight.itemsize for weight in heads)
+    return sum(part.bytes for part in here if part.weight.trainable and part.unit in following)
 
 
-def _standing(strategy: Strategy, gradients: float, accumulated: int) -> float:
-    """Bytes of gradients that are held throughout a backward pass."""
+def _standing(strategy: Strategy, gradients: float, whole: float, accumulated: int) -> float:
+    """Bytes of gradients that are held throughout a backward pass; `whole` is what shards are of."""
+    if strategy.mesh.pp > 1 and shards_weights(strategy):
+        # A schedule has shards reduced after its last micro-batch, and sums whole gradients up to then.
+        return whole
     buckets = strategy.data_parallel in ("ddp", "zero1") and not strategy.local_steps
     if buckets and accumulated > 1:
         # DDP's buckets stand beside the sums of the micro-batches before the last.

@@ -33,7 +33,7 @@ from roundtable.cluster.parallel.split_attention import split_attention
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
-from roundtable.cluster.plan.arithmetic import count_work
+from roundtable.cluster.plan.arithmetic import OperatorRecorder, Work, count_work
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.core.errors import RoundtableError, TaskError
 from roundtable.core.task import Task, initial_state
@@ -56,7 +56,7 @@ def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool 
         raise TaskError(_said(task, error)) from error
     anatomy = dissect(model)
     plan = from_task(task, model, traced) or find_tensor_parallel(model, anatomy, traced)
-    factor = state_factor(task)
+    factor, work = optimizer_cost(task)
     return ModelProbe(
         anatomy=anatomy,
         trace=traced,
@@ -73,7 +73,8 @@ def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool 
         cannot_run=cannot_run(task, anatomy, batch) if mode is not None else _VALUES,
         half=in_half(task, batch) if bfloat16 and mode is not None else None,
         gloo=device == "cpu",
-        flops=count_work(task, batch).flops,
+        work=count_work(task, batch),
+        optimizer=work,
     )
 
 
@@ -136,17 +137,28 @@ def example_batch(data: Any, examples: int = 3) -> Any:
     return next(iter(ordered_batches(data, examples))).data
 
 
-def state_factor(task: Task) -> float:
-    """Bytes of optimizer state for each byte of parameters, found on a small parameter."""
+def optimizer_cost(task: Task) -> tuple[float, Work]:
+    """(bytes of state for each byte of parameters, work), found on a small parameter.
+
+    The work is the bytes that a step moves for each byte of gradients, and its calls for each parameter.
+    Plain SGD, which is the default, reads the gradient and reads and writes the parameter.
+    """
     make: Callable[[Iterable[nn.Parameter]], Any] | None = getattr(task, "optimizer", None)
     parameter = nn.Parameter(torch.zeros(4096))
     optimizer = make([parameter]) if make is not None else None
     if optimizer is None:
-        return 0.0
+        return 0.0, Work(moved=3.0, calls=1.0)
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     states = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
-    return sum(value.nbytes for value in states if value.numel() > 1) / parameter.nbytes
+    recorder = OperatorRecorder(nn.Module())
+    with recorder:
+        optimizer.step()
+    work = sum(recorder.found(1)[0].values(), Work())
+    size = parameter.nbytes
+    return sum(value.nbytes for value in states if value.numel() > 1) / size, Work(
+        moved=work.moved / size, calls=work.calls
+    )
 
 
 def cannot_split(

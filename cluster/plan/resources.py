@@ -32,10 +32,11 @@ def format_bytes(count: float) -> str:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a plan may use. `memory` is one device's, in bytes; `device` is cuda or cpu.
+    """What a plan may use. `memory` is one device's, in bytes; `device` is cuda or cpu, `gpu_name` its name.
 
     `gpus` is the type that GPUs among them multiply fastest: bfloat16 from Ampere on, float16 on Volta and
-    Turing, float32 before. Those that are not here to be asked are taken for new ones.
+    Turing, float32 before. Those that are not here to be asked are taken for new ones. `host_memory` is a
+    node's, in bytes; 0 where it is not known.
     """
 
     nodes: int
@@ -43,6 +44,8 @@ class Resources:
     memory: int
     device: Literal["cuda", "cpu"] = "cuda"
     gpus: GpuProducts = "bfloat16"
+    host_memory: int = 0
+    gpu_name: str = ""
 
     @property
     def fast(self) -> GpuProducts:
@@ -87,7 +90,8 @@ def find_resources(table: ClusterTable) -> Resources:
         memory = least if memory == "auto" else memory
     elif memory == "auto":
         memory = _memory_of_cpu() // devices
-    return Resources(table.nodes, devices, memory, device, products)
+    host = _memory_of_cpu() if table.host_memory == "auto" else table.host_memory
+    return Resources(table.nodes, devices, memory, device, products, host)
 
 
 def allowed_resources(table: ClusterTable, policy: PolicyTable) -> Resources:

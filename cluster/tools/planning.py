@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.training.local_training import split_data
+from roundtable.cluster.choice.planner import ClusterPlan, make_plan
+from roundtable.cluster.plan.device_peaks import known_names, published
 from roundtable.cluster.plan.links import Links, read_links
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
-from roundtable.cluster.plan.planner import ClusterPlan, make_plan
 from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.replica_composition import check_replicas
 from roundtable.cluster.plan.resources import Resources, allowed_resources
 from roundtable.cluster.tools.silo_job import load_silo_job
 from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError
 from roundtable.core.task import Site, Task
+
+# Of a node that is not this machine, where nothing says how much it has: as in DGX H100.
+HOST = 2 << 40
 
 
 def plan_job(
@@ -28,9 +33,11 @@ def plan_job(
     world: int | None = None,
     memory: str | None = None,
     reference: str | None = None,
+    other: Mapping[str, Any] | None = None,
 ) -> ClusterPlan:
     """The plan for a job file; `agent` is the silo's agent.toml, which may be absent.
 
+    `other` has values of Resources for other hardware than this: `gpu_name`, `host_memory` in bytes.
     Raises ConfigError, ResourceError or PrivacyError as `make_plan` does.
     """
     loaded = load_silo_job(agent, job_file, overrides, reference)
@@ -38,8 +45,20 @@ def plan_job(
     if loaded.state is not None and world is None:
         # The measured links are those of the silo's own devices.
         links = read_links(loaded.state / "cluster")
-    resources = resources_of(loaded.table, world, memory, loaded.policy)
+    resources = replace(resources_of(loaded.table, world, memory, loaded.policy), **(other or {}))
     return plan_task(loaded.task, loaded.job, loaded.table, resources, loaded.options, links)
+
+
+def other_hardware(gpu: str | None, host_memory: str | None) -> dict[str, Any]:
+    """What the command line says of hardware, as values of Resources; ConfigError for an unknown device."""
+    other: dict[str, Any] = {}
+    if gpu is not None:
+        if published(gpu) is None:
+            raise ConfigError(f"--gpu {gpu!r}: nothing is known of it; known are {known_names()}")
+        other["gpu_name"] = gpu
+    if host_memory is not None:
+        other["host_memory"] = parse_bytes(host_memory)
+    return other
 
 
 def resources_of(
@@ -55,7 +74,9 @@ def resources_of(
     resources = allowed_resources(table.model_copy(update=wanted), policy or PolicyTable())
     if memory is not None or world is not None:
         # A plan for other hardware than this machine's is one for GPUs.
-        resources = replace(resources, device="cpu" if table.backend == "gloo" else "cuda")
+        device: Literal["cpu", "cuda"] = "cpu" if table.backend == "gloo" else "cuda"
+        host = resources.host_memory if table.host_memory != "auto" else HOST
+        resources = replace(resources, device=device, host_memory=host)
     return resources.with_world(world) if world is not None else resources
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch.distributed as dist
 
 from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.choice.planner import ClusterPlan, make_plan
+from roundtable.cluster.choice.search import HEADROOM
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.text_collectives import broadcast_text
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.memory_estimate import ModelProbe, estimate
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
-from roundtable.cluster.plan.planner import HEADROOM, ClusterPlan, make_plan
 from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.orders import Advice

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.choice.planner import make_plan
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, SharedBatchNorm, share_batch_norms
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
-from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError, TaskError

@@ -9,11 +9,11 @@ import pytest
 from cluster_cases import WithAdam
 
 from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
+from roundtable.cluster.choice.planner import ClusterPlan, make_plan
 from roundtable.cluster.parallel.strategy import Mesh
 from roundtable.cluster.plan.diloco_plan import costs
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
-from roundtable.cluster.plan.planner import ClusterPlan, make_plan
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError
@@ -24,7 +24,7 @@ SMALL = probe_model(TASK, example_batch(TASK.data(Site("silo"))[0]), device="cpu
 # A step of 8 examples on four devices that do 1e9 products a second takes FLOPS / 250e6 s.
 BATCH, PRODUCTS = 8, 1e9
 FLOPS = 1e8
-FOUND = replace(SMALL, flops=FLOPS)
+FOUND = replace(SMALL, work=replace(SMALL.work, flops=FLOPS))
 BYTES = sum(weight.elements * weight.itemsize for weight in SMALL.anatomy.weights)
 COMPUTING = FLOPS * BATCH / (4 * PRODUCTS * 0.5)
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
+from roundtable.cluster.choice.planner import make_plan
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
-from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.group_plan import lightened
 from roundtable.core import JobConfig, Task
@@ -108,10 +108,12 @@ def planned(
         (1, "2GiB", Mesh(), "none"),
         (4, "2GiB", Mesh(dp=4), "ddp"),
         (4, "24MiB", Mesh(dp=4), "zero1"),
-        (4, "15MiB", Mesh(fsdp=4), "zero3"),
+        (4, "15MiB", Mesh(fsdp=2, tp=2), "zero2"),
     ],
 )
-def test_the_plainest_that_fits_is_taken(devices: int, memory: str, mesh: Mesh, kind: str) -> None:
+def test_without_figures_the_plainest_that_fits_and_is_not_much_slower_is_taken(
+    devices: int, memory: str, mesh: Mesh, kind: str
+) -> None:
     plan = planned(devices, memory)
     assert (plan.strategy.mesh, plan.strategy.data_parallel) == (mesh, kind)
     assert plan.estimate.peak <= 0.9 * parse_bytes(memory)
@@ -145,13 +147,12 @@ def test_clipped_examples_need_whole_copies_of_a_plain_model(memory: str) -> Non
     assert (plan.strategy.checkpointing, plan.strategy.reduction) == ("none", "exact")
     plain = planned(4, memory).estimate
     assert plan.estimate.gradients == 2 * plain.gradients
-    assert (
-        planned(4, "15MiB", privacy={**EXAMPLES, "level": "client_local"}).strategy.data_parallel == "zero3"
-    )
+    local = planned(4, "15MiB", privacy={**EXAMPLES, "level": "client_local"})
+    assert local.strategy.data_parallel == "zero2"
 
 
 def test_shards_stay_within_a_node() -> None:
-    plan = planned(4, "2GiB", nodes=2, data_parallel="zero3")
+    plan = planned(4, "2GiB", nodes=2, data_parallel="zero3", pp=1, tp=1)
     assert plan.strategy.mesh == Mesh(dp=2, fsdp=4)
 
 

@@ -20,14 +20,15 @@ def test_a_cluster_uses_no_more_than_the_policy_allows(monkeypatch: pytest.Monke
     answer = SimpleNamespace(returncode=0, stdout=f"{80 << 30} 7\n", stderr="")
     monkeypatch.setattr("subprocess.run", lambda *asked, **options: answer)
     allowed = allowed_resources(ClusterTable(), PolicyTable(max_gpus=2, max_gpu_memory="20GiB"))
-    assert allowed == Resources(1, 2, 20 << 30, "cuda", "float16")
-    four = Resources(1, 4, 80 << 30, "cuda", "float16")
-    assert allowed_resources(ClusterTable(devices=4), PolicyTable()) == four
+    assert allowed == Resources(1, 2, 20 << 30, "cuda", "float16", allowed.host_memory)
+    four = Resources(1, 4, 80 << 30, "cuda", "float16", 1 << 40)
+    assert allowed_resources(ClusterTable(devices=4, host_memory=1 << 40), PolicyTable()) == four
     table = ClusterTable(devices=4, memory=1 << 30)
     assert allowed_resources(table, PolicyTable(max_gpus=0)).device == "cpu"
     # The bounds are of GPUs: ranks on the CPU are as many as [cluster] says.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert allowed_resources(table, PolicyTable(max_gpus=2)) == Resources(1, 4, 1 << 30, "cpu")
+    there = allowed_resources(table, PolicyTable(max_gpus=2))
+    assert (there.devices, there.memory, there.device) == (4, 1 << 30, "cpu")
 
 
 def test_ranks_see_the_devices_that_are_the_agents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

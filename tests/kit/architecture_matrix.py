@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import LocalWork
+from roundtable.cluster.choice.planner import make_plan
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.packed_layers import part_of, unpacked_name
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
-from roundtable.cluster.plan.planner import make_plan
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import RoundProgress

@@ -15,6 +15,7 @@ from roundtable.core.bounds import is_word
 from roundtable.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from roundtable.cluster.choice.planner import ClusterPlan
     from roundtable.cluster.tools.advice import Hint
 
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 @click.argument("job_file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--world", type=click.IntRange(1), help="Devices in all; default: as [cluster] says.")
 @click.option("--memory", metavar="SIZE", help="Memory of one device, for example 80GiB.")
+@click.option("--gpu", metavar="NAME", help="The devices, for example A100; default: H100 for 80 GiB.")
+@click.option("--host-memory", metavar="SIZE", help="Memory of one node, for offload; default there: 2TiB.")
 @click.option("--task", "reference", help="The task's code, where agent.toml does not name it.")
 @json_option
 @set_option
@@ -31,18 +34,24 @@ def plan(
     job_file: Path,
     world: int | None,
     memory: str | None,
+    gpu: str | None,
+    host_memory: str | None,
     reference: str | None,
     as_json: bool,
     overrides: dict[str, object],
 ) -> None:
     """Print the strategy for a job on this silo's cluster.
 
-    With its memory by term, and why it was chosen. Nothing is trained and no weight is made, so it runs
+    With its memory and time by term, and why it was chosen. Nothing is trained and no weight is made, so it runs
     without a GPU: try --world and --memory.
     """
-    from roundtable.cluster.tools.planning import plan_job
+    from roundtable.cluster.choice.machine_rates import in_words
+    from roundtable.cluster.choice.step_time import format_seconds
+    from roundtable.cluster.plan.resources import format_bytes
+    from roundtable.cluster.tools.planning import other_hardware, plan_job
 
-    planned = plan_job(context.obj, job_file, overrides, world, memory, reference)
+    other = other_hardware(gpu, host_memory)
+    planned = plan_job(context.obj, job_file, overrides, world, memory, reference, other)
     if as_json:
         print_json(planned.to_plain())
         return
@@ -54,14 +63,48 @@ def plan(
     for line in planned.estimate.lines():
         say(f"  {line}")
     say()
+    _say_time(planned)
     say("links")
-    unmeasured = ["not measured yet: the first round measures them, and this plan assumes nothing of them"]
+    unmeasured = [
+        "not measured yet: the first round measures them, and published or assumed figures stand in"
+    ]
     for line in planned.links.lines(time.time()) if planned.links is not None else unmeasured:
         say(f"  {line}")
+    for line in in_words(planned.rates, planned.resources):
+        say(f"  {line}")
     say()
+    say("the best of each kind")
+    rows = [
+        (str(each.strategy), format_seconds(each.seconds), format_bytes(each.peak), each.why_not or "taken")
+        for each in planned.considered
+    ]
+    print_table(("strategy", "a step", "memory", "why not"), rows, "")
+    say("what each optimisation saves")
+    savings = [
+        (each.optimisation, "yes" if each.used else "no", format_bytes(each.saves), f"{each.costs:+.0%}")
+        for each in planned.savings
+    ]
+    print_table(("optimisation", "used", "memory saved", "time"), savings, "nothing can be left out or added")
     say("why")
     for reason in planned.reasons:
         say(f"  {reason}")
+
+
+def _say_time(planned: ClusterPlan) -> None:
+    """The predicted step by term, and what it comes to."""
+    from roundtable.cluster.choice.step_time import format_seconds
+
+    time, speed = planned.time, planned.examples_per_second
+    say(f"predicted seconds of a step: {format_seconds(time.seconds)}")
+    for line in time.lines():
+        say(f"  {line}")
+    tokens = f", {speed * planned.tokens:,.0f} tokens" if planned.tokens else ""
+    share = planned.utilisation
+    used = f", {share:.1%} of the devices' peak" if share is not None else ""
+    say(f"  {speed:,.4g} examples{tokens} a second{used}")
+    if planned.strategy.mesh.pp > 1:
+        say(f"  {time.bubble_share:.1%} of the passes' time is the pipeline's bubble")
+    say()
 
 
 @click.command("verify-cluster")

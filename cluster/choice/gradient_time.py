@@ -1,0 +1,126 @@
+"""Seconds of what data parallelism adds to a step: gathered weights, reduced gradients, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundtable.cluster.choice.collective_time import Wires
+from roundtable.cluster.choice.machine_rates import HOST_MEMORY
+from roundtable.cluster.choice.unit_sums import UnitSums, Weights
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.plan.collective_buffers import shards_weights
+from roundtable.cluster.plan.memory_estimate import ModelProbe
+
+# DDP's buckets in bytes; the share of entries that topk sends, each with a place of 8 bytes.
+_BUCKET, _TOPK = 25 << 20, 0.05 * 3
+# Bytes for each byte of gradients that their norm moves: read, written as float64, read again.
+_NORM = 5.0
+
+
+@dataclass(frozen=True)
+class GradientTraffic:
+    """The collectives of one stage's weights in a step of `count` micro-batches.
+
+    DDP sums each gradient once a step. ZeRO-2 gathers weights once and scatters gradients for each
+    micro-batch, ZeRO-3 gathers for each forward and each backward pass (Rajbhandari et al. 2020, section 7:
+    1.5 times DDP's volume); a pipeline gathers and scatters once. Over dp shards are summed as well (HSDP).
+    """
+
+    sums: UnitSums
+    strategy: Strategy
+    wires: Wires
+    units: Sequence[str]
+    count: int
+
+    def waited(self, forward: float, backward: float) -> float:
+        """Seconds that a step waits, where the two passes of a micro-batch take so long."""
+        strategy = self.strategy
+        if strategy.local_steps:
+            own = self._sharded(forward, backward) if shards_weights(strategy) else 0.0
+            part = self.weights.trained / strategy.mesh.fsdp
+            return own + self.wires.all_reduce("dp", part) / strategy.local_steps
+        if shards_weights(strategy):
+            return self._sharded(forward, backward)
+        return self._whole(backward) if strategy.data_parallel in ("ddp", "zero1") else 0.0
+
+    @property
+    def weights(self) -> Weights:
+        """Of this stage, before sharding."""
+        return self.sums.weights(self.strategy, self.units)
+
+    @property
+    def gathers(self) -> int:
+        """How often weights are gathered in a step."""
+        again = self.strategy.data_parallel == "zero3" and self.strategy.mesh.pp == 1
+        return 2 * self.count if again else 1
+
+    @property
+    def reductions(self) -> int:
+        """How often gradients are reduced in a step."""
+        return self.count if self.strategy.mesh.pp == 1 else 1
+
+    def _whole(self, backward: float) -> float:
+        """DDP and ZeRO-1: buckets travel while the last micro-batch's backward pass goes on."""
+        trained, wires = self.weights.trained, self.wires
+        pieces = max(1.0, trained / _BUCKET)
+        reduction = self.strategy.reduction
+        if reduction == "topk":
+            seconds = wires.all_gather("dp", _TOPK * trained * self.strategy.mesh.dp, pieces)
+        elif reduction == "powersgd":
+            seconds = wires.all_reduce("dp", self.weights.factors, pieces)
+        else:
+            seconds = wires.all_reduce("dp", trained / (2 if reduction == "bfloat16" else 1), pieces)
+        waited = self._beside(seconds, backward) + seconds / pieces if wires.rates.overlaps else seconds
+        if self.strategy.data_parallel == "zero1":
+            # Each rank tells the others the weights of its share of the optimizer.
+            waited += wires.all_gather("dp", trained)
+        return min(waited, seconds) if self.strategy.data_parallel == "ddp" else waited
+
+    def _sharded(self, forward: float, backward: float) -> float:
+        weights, wires, strategy = self.weights, self.wires, self.strategy
+        half = 0.5 if strategy.half is not None else 1.0
+        groups = max(1, len(self.units))
+        gather = wires.all_gather("fsdp", half * weights.bytes, groups)
+        reduce = wires.reduce_scatter("fsdp", weights.trained, groups)
+        if not strategy.local_steps:
+            reduce += wires.all_reduce("dp", weights.trained / strategy.mesh.fsdp, groups)
+        # Gathered weights are copied out of what arrives, gradients into what is reduced; gloo copies both.
+        copies = 4.0 if wires.gloo else 2.0
+        copied = self.gathers * half * weights.bytes + self.reductions * weights.trained
+        copying = copies * copied / wires.rates.memory
+        if not wires.rates.overlaps:
+            return self.gathers * gather + self.reductions * reduce + copying
+        first = -(-self.gathers // 2)
+        waited = first * self._beside(gather, forward) + gather / groups + reduce / groups
+        back = gather if self.gathers > 1 else 0.0
+        if strategy.mesh.pp > 1:
+            # The schedule reduces when its last backward pass is done.
+            return waited + reduce + copying
+        return waited + self.reductions * self._beside(back + reduce, backward) + copying
+
+    def _beside(self, traffic: float, window: float) -> float:
+        """Seconds of `traffic` that do not fit beside a pass of `window` seconds."""
+        return max(0.0, traffic - window)
+
+    def offloaded(self) -> float:
+        """Seconds in which shards come from the host's memory and gradients go there."""
+        if not self.strategy.offload:
+            return 0.0
+        weights, shards = self.weights, self.strategy.mesh.fsdp
+        moved = (self.gathers * weights.bytes + self.reductions * weights.trained) / shards
+        return moved / self.wires.rates.host
+
+
+def optimizer_seconds(
+    probe: ModelProbe, sums: UnitSums, strategy: Strategy, wires: Wires, units: Sequence[str]
+) -> float:
+    """Seconds of the gradient's norm and the optimizer's step over a rank's part of the weights."""
+    weights, rates = sums.weights(strategy, units), wires.rates
+    shards = strategy.mesh.fsdp if shards_weights(strategy) else 1
+    share = strategy.mesh.dp if strategy.data_parallel == "zero1" else 1
+    memory = HOST_MEMORY / wires.resources.devices if strategy.offload else rates.memory
+    part = weights.trained / shards
+    moved = _NORM * part + probe.optimizer.moved * part / share
+    calls = (probe.optimizer.calls / share + 3) * weights.count * rates.call
+    return max(moved / memory, calls) if rates.overlaps else moved / memory + calls

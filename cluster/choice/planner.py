@@ -1,0 +1,180 @@
+"""Chooses a strategy: of those that fit the fastest by predicted time, of nearly equal ones the plainest."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.choice.machine_rates import Rates, rates_of
+from roundtable.cluster.choice.plan_reasons import Considered, considered, why_chosen, why_not_faster
+from roundtable.cluster.choice.savings import Saving, savings
+from roundtable.cluster.choice.search import HEADROOM, Found, Search
+from roundtable.cluster.choice.step_time import StepTime, format_seconds
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.tensor_parallel import TensorParallel
+from roundtable.cluster.plan.candidates import candidates, check_by_hand
+from roundtable.cluster.plan.diloco_plan import diloco_table
+from roundtable.cluster.plan.links import Links, reduction_for
+from roundtable.cluster.plan.memory_estimate import Estimate, ModelProbe
+from roundtable.cluster.plan.precision_choice import settled
+from roundtable.cluster.plan.privacy_composition import is_example_level, narrowed
+from roundtable.cluster.plan.resources import Resources, format_bytes
+from roundtable.cluster.plan.step_composition import check_step
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError, ResourceError
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """A strategy with the memory and the time that it needs; `reasons` are in the order of their coming up.
+
+    `tensor_parallel` says which layers are split, where any are; `considered` the best of each kind, and
+    `savings` what each optimisation of memory is worth here.
+    """
+
+    strategy: Strategy
+    estimate: Estimate
+    time: StepTime
+    rates: Rates
+    resources: Resources
+    parameters: int
+    batch: int
+    tokens: int
+    flops: float
+    micro_batches: int
+    reasons: tuple[str, ...]
+    considered: tuple[Considered, ...]
+    savings: tuple[Saving, ...]
+    tensor_parallel: TensorParallel | None = None
+    links: Links | None = None
+
+    @property
+    def examples_per_second(self) -> float:
+        """Of all ranks, predicted."""
+        return self.batch / self.time.seconds
+
+    @property
+    def utilisation(self) -> float | None:
+        """The model's own operations over the peak of all devices (MFU), predicted; None without a peak."""
+        able = self.rates.peak * self.resources.world * self.time.seconds
+        return self.flops * self.batch / able if able and self.flops else None
+
+    def to_plain(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "strategy": self.strategy.to_plain(),
+            "estimate": asdict(self.estimate),
+            "time": {
+                **asdict(self.time),
+                "seconds": self.time.seconds,
+                "bubble_share": self.time.bubble_share,
+                "examples_per_second": self.examples_per_second,
+                "tokens_per_second": self.examples_per_second * self.tokens or None,
+                "utilisation": self.utilisation,
+            },
+            "rates": asdict(self.rates),
+            "resources": asdict(self.resources),
+            "parameters": self.parameters,
+            "micro_batches": self.micro_batches,
+            "reasons": list(self.reasons),
+            "considered": [each.to_plain() for each in self.considered],
+            "savings": [asdict(each) for each in self.savings],
+            "links": asdict(self.links) if self.links is not None else None,
+        }
+
+
+def make_plan(
+    probe: ModelProbe,
+    resources: Resources,
+    job: JobConfig,
+    table: ClusterTable,
+    links: Links | None = None,
+) -> ClusterPlan:
+    """The fastest strategy that fits; what `[cluster.strategy]` sets is kept.
+
+    Raises ConfigError for a mesh that does not fit the devices, PrivacyError for privacy that does not
+    compose with what is set, ResourceError, with the bytes that are missing, where nothing fits.
+    """
+    check_step(job)
+    check_by_hand(resources, table)
+    table, why_precision = settled(table, resources, job)
+    private = is_example_level(job)
+    table = narrowed(job, resources, table)
+    reduction, why_reduction = reduction_for(None if private else links)
+    apart, why_apart = diloco_table(probe, resources, job, table, links)
+    hand = table.strategy
+    reasons = [each for each in (why_precision, why_apart, "" if apart else why_reduction) if each]
+    assert table.precision != "auto", "settled before"
+    rates = rates_of(resources, table.precision, links, table.peak_flops)
+    search = Search(probe, resources, rates, job.algorithm.batch_size, hand, private=private)
+    # Nodes that train apart come first where that pays, and what waits in the host's memory last.
+    offloads = (False, True) if resources.device == "cuda" and not hand.local_steps else (False,)
+    ways = chain(
+        ((each, False) for each in (apart,) if each),
+        ((table, each) for each in (offloads if hand.offload is None else (hand.offload,))),
+    )
+    for each, offload in ways:
+        search.add(candidates(probe, resources, job, each, reduction, reasons, offload))
+        best = search.best()
+        if best is not None:
+            return _plan(probe, resources, job, rates, search, best, reasons)
+    if not search.seen:
+        raise ConfigError(
+            "no plan is possible with what [cluster.strategy] sets: " + ("; ".join(reasons) or "no mesh fits")
+        )
+    raise _nothing_fits(probe, resources, search, private=private)
+
+
+def _plan(
+    probe: ModelProbe,
+    resources: Resources,
+    job: JobConfig,
+    rates: Rates,
+    search: Search,
+    best: Found,
+    reasons: list[str],
+) -> ClusterPlan:
+    strategy, needed = best.strategy, search.needed(best)
+    reasons += why_chosen(search, best)
+    reasons += why_not_faster(search, best)
+    if strategy.mesh.tp > 1:
+        reasons += [f"not shared out over tp: {each}" for each in probe.tensor_parallel.whole]
+    reasons.append(
+        f"{strategy} fits: {format_bytes(needed.peak)} of {format_bytes(search.allowed)}, and is the "
+        f"plainest within {rates.near:.0%} of the fastest: {format_seconds(best.seconds)} a step"
+    )
+    return ClusterPlan(
+        strategy=strategy,
+        estimate=needed,
+        time=best.time,
+        rates=rates,
+        resources=resources,
+        parameters=probe.anatomy.elements,
+        batch=job.algorithm.batch_size,
+        tokens=probe.work.tokens,
+        flops=probe.flops,
+        micro_batches=search.micro_batches(strategy),
+        reasons=tuple(reasons),
+        considered=considered(search, best),
+        savings=savings(search, strategy),
+        tensor_parallel=probe.tensor_parallel if strategy.mesh.tp > 1 else None,
+    )
+
+
+def _nothing_fits(probe: ModelProbe, resources: Resources, search: Search, *, private: bool) -> ResourceError:
+    one = search.smallest_where(lambda strategy: True)
+    assert one is not None
+    needed = search.needed(one)
+    said = search.problem(one)
+    if needed.peak > search.allowed:
+        said = (
+            f"needs {format_bytes(needed.peak)} on each device, {format_bytes(needed.peak - search.allowed)} "
+            f"more than the {format_bytes(search.allowed)} that may be used ({HEADROOM:.0%} of the device's)"
+        )
+    return ResourceError(
+        f"the model ({probe.anatomy.elements:,} parameters) fits in no plan on {resources}: the "
+        f"smallest, {one.strategy}, {said}; more devices, a smaller batch or shorter examples would help"
+        + ("; privacy.level = 'example' needs the whole model on each device" if private else "")
+    )

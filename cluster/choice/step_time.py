@@ -1,0 +1,210 @@
+"""Predicts the seconds of a step, by term, from counted work and the rates of devices and links.
+
+A pass takes, for each stage, the longer of its products at the rate of products and of reading the weights,
+and the bytes of its other operators at the rate of memory; a model's backward pass is counted as a whole and
+shared out as its forward pass. Collectives of tensor and expert parallelism and sends between stages stand
+between operators, and wait for them. Gathered weights and reduced gradients travel while blocks compute where
+the backend can (NCCL): what is longer than the pass it hides behind is waited for, and so is the first
+block's gather or the last one's reduction. Over gloo nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+from roundtable.cluster.choice.collective_time import Wires
+from roundtable.cluster.choice.gradient_time import GradientTraffic, optimizer_seconds
+from roundtable.cluster.choice.machine_rates import Rates
+from roundtable.cluster.choice.unit_sums import UnitSums
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.plan.activations import Pass
+from roundtable.cluster.plan.arithmetic import Work
+from roundtable.cluster.plan.memory_estimate import ModelProbe, fullest
+from roundtable.cluster.plan.resources import Resources
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step of the slowest stage's ranks; the terms add up to `seconds`.
+
+    `computing` is forward and backward, `recomputing` what checkpointing does again, `tensor`, `experts` and
+    `stages` what those collectives and sends take; `weights` what is waited for of gathers and reductions,
+    `offload` of the host's link, `bubble` of other stages, and `optimizer` the step itself.
+    """
+
+    computing: float = 0.0
+    recomputing: float = 0.0
+    tensor: float = 0.0
+    experts: float = 0.0
+    stages: float = 0.0
+    weights: float = 0.0
+    offload: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return math.fsum(getattr(self, each.name) for each in fields(self))
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of the passes' time in which a stage waits for others: (p − 1)/(m + p − 1) for 1F1B."""
+        passes = self.computing + self.recomputing + self.tensor + self.experts + self.stages + self.bubble
+        return self.bubble / passes if passes else 0.0
+
+    def lines(self) -> list[str]:
+        """The terms in words, a line each, without those that are nothing."""
+        whole = max(self.seconds, 1e-12)
+        return [
+            f"{name:<14}{format_seconds(value):>12}{value / whole:>7.0%}"
+            for name, value in asdict(self).items()
+            if value
+        ]
+
+
+def format_seconds(value: float) -> str:
+    """For people: 1.50 s, 312 ms."""
+    for name, unit in (("s", 1.0), ("ms", 1e-3)):
+        if value >= unit:
+            amount = value / unit
+            return f"{amount:.0f} {name}" if amount >= 100 else f"{amount:.3g} {name}"
+    return f"{value * 1e6:.3g} µs"
+
+
+def bubbles(strategy: Strategy) -> float:
+    """How many micro-batches' time a stage waits in a step.
+
+    p − 1 for GPipe (Huang et al. 2019, section 2.3) and 1F1B (Narayanan et al. 2021, section 2.2.1),
+    (p − 1)/v with v interleaved stages on each rank (section 2.2.2).
+    """
+    return (strategy.mesh.pp - 1) / strategy.virtual_stages
+
+
+def step_time(
+    probe: ModelProbe, sums: UnitSums, strategy: Strategy, batch: int, rates: Rates, resources: Resources
+) -> StepTime:
+    """The prediction for a batch of so many examples over all ranks."""
+    wires = Wires(rates, resources, strategy.mesh, probe.gloo)
+    share = -(-batch // strategy.mesh.data)
+    count = -(-share // strategy.micro_batch)
+    at_once = share / count
+    if strategy.mesh.pp > 1:
+        # A schedule runs micro-batches of one size, and as many as there are stages at least.
+        count, at_once = max(count, strategy.mesh.pp), strategy.micro_batch
+    stages = [
+        _Stage(probe, sums, strategy, wires, units, at_once, count, last=rank == strategy.mesh.pp - 1)
+        for rank, units in fullest(probe, strategy)
+    ]
+    slowest = max(stages, key=lambda stage: stage.micro())
+    found = [stage.time(slowest.micro()) for stage in stages]
+    return max(found, key=lambda one: one.seconds)
+
+
+class _Stage:
+    """What one pipeline rank does in a step."""
+
+    def __init__(
+        self,
+        probe: ModelProbe,
+        sums: UnitSums,
+        strategy: Strategy,
+        wires: Wires,
+        units: Sequence[str],
+        examples: float,
+        count: int,
+        *,
+        last: bool,
+    ) -> None:
+        self._probe, self._sums, self._strategy, self._wires = probe, sums, strategy, wires
+        self._rates, self._units, self._examples, self._count = wires.rates, units, examples, count
+        forward = sums.work(strategy, units, rest=last)
+        self.forward = self._seconds(forward)
+        self.computing = self.forward + self._seconds(sums.backward(forward))
+        self.recomputing = self._again()
+        self.tensor = self._tensor(last)
+        self.experts = self._experts()
+        passed = Pass(probe.anatomy, probe.trace, probe.tensor_parallel, strategy).passed()
+        # There and back, for each of the rank's stages.
+        self.stages = 2 * strategy.virtual_stages * wires.send("pp", passed * examples / strategy.micro_batch)
+
+    def micro(self) -> float:
+        """Seconds of one micro-batch."""
+        return self.computing + self.recomputing + self.tensor + self.experts + self.stages
+
+    def time(self, slowest: float) -> StepTime:
+        """The step, in which the slowest stage's micro-batch takes so long."""
+        windows = self.forward, self.micro() - self.forward
+        traffic = GradientTraffic(self._sums, self._strategy, self._wires, self._units, self._count)
+        count = self._count
+        waited = slowest - self.micro()
+        return StepTime(
+            computing=count * self.computing,
+            recomputing=count * self.recomputing,
+            tensor=count * self.tensor,
+            experts=count * self.experts,
+            stages=count * self.stages,
+            weights=traffic.waited(*windows),
+            offload=traffic.offloaded(),
+            bubble=bubbles(self._strategy) * slowest + count * waited,
+            optimizer=optimizer_seconds(self._probe, self._sums, self._strategy, self._wires, self._units),
+        )
+
+    def _seconds(self, work: Work) -> float:
+        """Of a pass of one micro-batch."""
+        rates, half = self._rates, self._half()
+        products = max(work.flops * self._examples / rates.products, half * work.weights / rates.memory)
+        moving = half * work.moved * self._examples / rates.memory
+        calls = work.calls * rates.call
+        # A GPU starts the next kernels while one runs; a CPU does one after the other.
+        return max(products + moving, calls) if rates.overlaps else products + moving + calls
+
+    def _half(self) -> float:
+        """Bytes of activations over those in float32: under autocast norms and sums stay as they are."""
+        if self._strategy.half is None:
+            return 1.0
+        return 0.5 if self._strategy.data_parallel in ("zero2", "zero3") else 0.75
+
+    def _again(self) -> float:
+        """Seconds of what checkpointing computes again: whole blocks, or all in them but products."""
+        strategy, here = self._strategy, [b for b in self._probe.anatomy.blocks if b in self._units]
+        if strategy.checkpointing == "none" or not here:
+            return 0.0
+        chosen = here if strategy.checkpointing == "sqrt" else strategy.checkpointed(here)
+        work = self._sums.work(strategy, chosen, rest=False)
+        if strategy.checkpointing == "selective":
+            work = Work(0.0, work.moved, 0.0, work.calls)
+        return self._seconds(work)
+
+    def _tensor(self, last: bool) -> float:
+        """Two sums of a block's output in the forward pass of each split part, and again in the backward pass
+        (Shoeybi et al. 2019, figure 4), or as many gathers and scatters of the sequence (Korthikanti et al.
+        2022, section 4.2.2), which move as much; what is computed again sums again.
+        """
+        strategy = self._strategy
+        if strategy.mesh.tp == 1:
+            return 0.0
+        item = (2 if strategy.half is not None else 4) * self._examples / self._probe.trace.examples
+        chosen = {b for b in self._probe.anatomy.blocks if b in self._units}
+        again = set(strategy.checkpointed(list(chosen)) if strategy.checkpointing != "sqrt" else chosen)
+        seconds = 0.0
+        for unit, style, elements in self._sums.split_outputs:
+            if unit not in self._units and not (unit is None and last):
+                continue
+            if style == "head":
+                seconds += self._wires.all_gather("tp", elements * item)
+            else:
+                passes = 1 if style == "vocabulary" else 3 if unit in again else 2
+                seconds += passes * self._wires.all_reduce("tp", elements * item)
+        return seconds
+
+    def _experts(self) -> float:
+        """Tokens travel to their experts and back, in both passes (Lepikhin et al. 2021, section 3.2)."""
+        strategy = self._strategy
+        if strategy.mesh.ep == 1:
+            return 0.0
+        item = (2 if strategy.half is not None else 4) * self._examples / self._probe.trace.examples
+        sizes = [size for unit, size in self._sums.expert_inputs if unit in self._units]
+        return 4 * sum(self._wires.all_to_all("ep", size * item) for size in sizes)

@@ -1,0 +1,129 @@
+"""A probed model's work and weights by unit, added up once for each way to split them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.plan.activations import Pass
+from roundtable.cluster.plan.arithmetic import Work
+from roundtable.cluster.plan.memory_estimate import ModelProbe, Part, parts_of
+
+# Entries of a weight's rows and columns that PowerSGD's factors of this rank hold: see gradient_hooks.
+_FACTORS = 4
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of weights in their own precision, and of those that are trained; bytes of the trained ones as
+    factors of PowerSGD; how many are trained.
+    """
+
+    bytes: float = 0.0
+    trained: float = 0.0
+    factors: float = 0.0
+    count: int = 0
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(
+            self.bytes + other.bytes,
+            self.trained + other.trained,
+            self.factors + other.factors,
+            self.count + other.count,
+        )
+
+
+def _of(part: Part) -> Weights:
+    weight, size = part.weight, part.bytes
+    rows, columns = weight.shape[0] if weight.shape else 1, prod(weight.shape[1:])
+    factors = min(size, _FACTORS * (rows + columns) * weight.itemsize) if columns > 1 else size
+    return Weights(size, size, factors, 1) if weight.trainable else Weights(size)
+
+
+class UnitSums:
+    """Sums over a model's units; under None what lies in no unit, which the last stage does."""
+
+    def __init__(self, probe: ModelProbe) -> None:
+        self._probe = probe
+        self._work: dict[tuple[int, bool], dict[str | None, Work]] = {}
+        self._weights: dict[tuple[int, int], dict[str | None, Weights]] = {}
+        whole = sum(probe.work.forward.values(), Work())
+        back = probe.work.backward
+        self._ratio = (
+            back.flops / whole.flops if whole.flops else 2.0,
+            back.moved / whole.moved if whole.moved else 2.0,
+            back.weights / whole.weights if whole.weights else 2.0,
+            back.calls / whole.calls if whole.calls else 2.0,
+        )
+
+    def work(self, strategy: Strategy, units: Iterable[str], *, rest: bool) -> Work:
+        """A rank's part of the units' forward pass, with `rest` what lies in none too."""
+        key = strategy.mesh.tp, strategy.sequence_parallel
+        if key not in self._work:
+            self._work[key] = self._divided(strategy)
+        table = self._work[key]
+        names: list[str | None] = [*units, None] if rest else list(units)
+        return sum((table[name] for name in names if name in table), Work())
+
+    def backward(self, forward: Work) -> Work:
+        """The backward pass of what has this forward pass: in the proportion of the whole model's."""
+        flops, moved, weights, calls = self._ratio
+        return Work(
+            forward.flops * flops, forward.moved * moved, forward.weights * weights, forward.calls * calls
+        )
+
+    def _divided(self, strategy: Strategy) -> dict[str | None, Work]:
+        probe, tp = self._probe, strategy.mesh.tp
+        one = Pass(probe.anatomy, probe.trace, probe.tensor_parallel, strategy)
+        table: dict[str | None, Work] = {}
+        for name, work in probe.work.forward.items():
+            split = tp > 1 and name in probe.tensor_parallel.styles
+            share = tp if split else one.divisor(name)
+            weights = tp if split else 1
+            unit = self._probe.anatomy.unit_of(name)
+            mine = Work(work.flops / share, work.moved / share, work.weights / weights, work.calls)
+            table[unit] = table.get(unit, Work()) + mine
+        return table
+
+    def weights(self, strategy: Strategy, units: Iterable[str]) -> Weights:
+        """Of the units on a rank before sharding; of the whole model where it is not cut into stages."""
+        key = strategy.mesh.tp, strategy.mesh.ep
+        if key not in self._weights:
+            self._weights[key] = self._split(strategy)
+        table = self._weights[key]
+        names = table if strategy.mesh.pp == 1 else [name for name in units if name in table]
+        return sum((table[name] for name in names), Weights())
+
+    def _split(self, strategy: Strategy) -> dict[str | None, Weights]:
+        return {
+            unit: sum((_of(part) for part in parts), Weights())
+            for unit, parts in parts_of(self._probe, strategy).items()
+        }
+
+    @cached_property
+    def split_outputs(self) -> list[tuple[str | None, str, int]]:
+        """(unit, style, elements) of each call whose output or gradient is summed or gathered over tp."""
+        probe = self._probe
+        styles = probe.tensor_parallel.styles
+        found = []
+        for call in probe.trace.calls:
+            style = styles.get(call.name)
+            if style in ("row", "attention", "vocabulary", "head"):
+                shape: Sequence[int] | None = call.output or next((s for s in call.inputs if s), None)
+                found.append(
+                    (self._probe.anatomy.unit_of(call.name), str(style), prod(shape) if shape else 0)
+                )
+        return found
+
+    @cached_property
+    def expert_inputs(self) -> list[tuple[str | None, int]]:
+        """(unit, elements) of each call of experts that are shared out."""
+        calls = (call for call in self._probe.trace.calls if call.name in self._probe.experts)
+        return [
+            (self._probe.anatomy.unit_of(c.name), prod(c.inputs[0]))
+            for c in calls
+            if c.inputs and c.inputs[0]
+        ]
