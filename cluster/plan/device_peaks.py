@@ -29,7 +29,7 @@ class Published:
     reached: float = 0.55
 
     def products(self, precision: str) -> float:
-        """Operations a second in a precision: TF32 takes twice as long as two-byte types on the same cores."""
+        """Operations a second in a precision: TF32 takes twice as long as types of two bytes."""
         two = {"bfloat16": self.half, "float16": self.half, "tf32": self.half / 2}
         return two.get(precision, self.single)
 
