@@ -25,7 +25,7 @@ HEADROOM = 0.9
 class Found:
     """A candidate: `order` is its place from plain to elaborate, `least` bytes that it needs at any rate.
 
-    `estimate` is there when it was asked for.
+    `estimate` is there when it was asked for, and when `tried` the same with a few blocks `listed`.
     """
 
     order: float
@@ -33,6 +33,8 @@ class Found:
     time: StepTime
     least: float
     estimate: Estimate | None = None
+    tried: bool = False
+    listed: Found | None = None
 
     @property
     def seconds(self) -> float:
@@ -69,13 +71,11 @@ class Search:
             if self.hand.checkpointing == "budget":
                 listed = fewest_blocks(self.probe, strategy, self.micro_batches(strategy), self._problem)
                 strategy = listed or strategy.with_checkpointing("every")
-            self._note(len(self.seen), strategy)
+            self.seen.append(self._found(len(self.seen), strategy))
 
-    def _note(self, order: float, strategy: Strategy) -> Found:
+    def _found(self, order: float, strategy: Strategy) -> Found:
         time = step_time(self.probe, self.sums, strategy, self.batch, self.rates, self.resources)
-        found = Found(order, strategy, time, least_bytes(self.probe, strategy))
-        self.seen.append(found)
-        return found
+        return Found(order, strategy, time, least_bytes(self.probe, strategy))
 
     def best(self) -> Found | None:
         """The plainest of the fastest that fit; None where none does."""
@@ -148,6 +148,8 @@ class Search:
         """The candidate with as few blocks checkpointed as let it fit; None where it has another kind."""
         if self.hand.checkpointing is not None or one.strategy.checkpointing != "none" or self.private:
             return None
-        count = self.micro_batches(one.strategy)
-        strategy = fewest_blocks(self.probe, one.strategy, count, self._problem)
-        return None if strategy is None else self._note(one.order + 0.5, strategy)
+        if not one.tried:
+            one.tried, count = True, self.micro_batches(one.strategy)
+            strategy = fewest_blocks(self.probe, one.strategy, count, self._problem)
+            one.listed = None if strategy is None else self._found(one.order + 0.5, strategy)
+        return one.listed

@@ -11,6 +11,7 @@ block's gather or the last one's reduction. Over gloo nothing overlaps.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
@@ -169,7 +170,7 @@ class _Stage:
 
     def _again(self) -> float:
         """Seconds of what checkpointing computes again: whole blocks, or all in them but products."""
-        strategy, here = self._strategy, [b for b in self._probe.anatomy.blocks if b in self._units]
+        strategy, here = self._strategy, [b for b in self._probe.anatomy.blocks if b in set(self._units)]
         if strategy.checkpointing == "none" or not here:
             return 0.0
         chosen = here if strategy.checkpointing == "sqrt" else strategy.checkpointed(here)
@@ -187,17 +188,19 @@ class _Stage:
         if strategy.mesh.tp == 1:
             return 0.0
         item = (2 if strategy.half is not None else 4) * self._examples / self._probe.trace.examples
-        chosen = {b for b in self._probe.anatomy.blocks if b in self._units}
-        again = set(strategy.checkpointed(list(chosen)) if strategy.checkpointing != "sqrt" else chosen)
+        here = [block for block in self._probe.anatomy.blocks if block in self._units]
+        again = set(here if strategy.checkpointing == "sqrt" else strategy.checkpointed(here))
+        calls: Counter[tuple[str, int, bool]] = Counter()
+        for unit in [*self._units, None] if last else self._units:
+            for (style, elements), number in self._sums.split_outputs.get(unit, {}).items():
+                calls[style, elements, unit in again] += number
         seconds = 0.0
-        for unit, style, elements in self._sums.split_outputs:
-            if unit not in self._units and not (unit is None and last):
-                continue
+        for (style, elements, repeated), number in calls.items():
             if style == "head":
-                seconds += self._wires.all_gather("tp", elements * item)
+                seconds += number * self._wires.all_gather("tp", elements * item)
             else:
-                passes = 1 if style == "vocabulary" else 3 if unit in again else 2
-                seconds += passes * self._wires.all_reduce("tp", elements * item)
+                passes = 1 if style == "vocabulary" else 3 if repeated else 2
+                seconds += number * passes * self._wires.all_reduce("tp", elements * item)
         return seconds
 
     def _experts(self) -> float:

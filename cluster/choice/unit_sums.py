@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,10 +79,13 @@ class UnitSums:
     def _divided(self, strategy: Strategy) -> dict[str | None, Work]:
         probe, tp = self._probe, strategy.mesh.tp
         one = Pass(probe.anatomy, probe.trace, probe.tensor_parallel, strategy)
+        styles = probe.tensor_parallel.styles
+        # What holds a layer split by rows works on parts, also where a task's own plan does not say so.
+        around = {name.rpartition(".")[0] for name, style in styles.items() if style == "row"}
         table: dict[str | None, Work] = {}
         for name, work in probe.work.forward.items():
-            split = tp > 1 and name in probe.tensor_parallel.styles
-            share = tp if split else one.divisor(name)
+            split = tp > 1 and name in styles
+            share = tp if split or (tp > 1 and name in around) else one.divisor(name)
             weights = tp if split else 1
             unit = self._probe.anatomy.unit_of(name)
             mine = Work(work.flops / share, work.moved / share, work.weights / weights, work.calls)
@@ -104,18 +108,16 @@ class UnitSums:
         }
 
     @cached_property
-    def split_outputs(self) -> list[tuple[str | None, str, int]]:
-        """(unit, style, elements) of each call whose output or gradient is summed or gathered over tp."""
+    def split_outputs(self) -> dict[str | None, Counter[tuple[str, int]]]:
+        """By unit how many calls have an output or gradient that is summed or gathered: (style, elements)."""
         probe = self._probe
         styles = probe.tensor_parallel.styles
-        found = []
+        found: dict[str | None, Counter[tuple[str, int]]] = defaultdict(Counter)
         for call in probe.trace.calls:
             style = styles.get(call.name)
             if style in ("row", "attention", "vocabulary", "head"):
                 shape: Sequence[int] | None = call.output or next((s for s in call.inputs if s), None)
-                found.append(
-                    (self._probe.anatomy.unit_of(call.name), str(style), prod(shape) if shape else 0)
-                )
+                found[probe.anatomy.unit_of(call.name)][str(style), prod(shape) if shape else 0] += 1
         return found
 
     @cached_property

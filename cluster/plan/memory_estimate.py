@@ -13,7 +13,7 @@ from typing import Any
 from roundtable.cluster.parallel.anatomy import Anatomy, Weight
 from roundtable.cluster.parallel.forward_trace import Trace
 from roundtable.cluster.parallel.pipeline_stages import partition
-from roundtable.cluster.parallel.strategy import Mesh, Strategy
+from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.plan.activations import Activations, Pass, activations
 from roundtable.cluster.plan.arithmetic import ExampleCost, Work
@@ -178,9 +178,10 @@ def estimate_rank(
     names: Iterable[str | None] = by_unit if mesh.pp == 1 else (unit for unit in units if unit in by_unit)
     here = [part for name in names for part in by_unit[name]]
     shards = mesh.fsdp if strategy.data_parallel in ("zero2", "zero3") else 1
-    held = sum(_bytes(part, mesh, shards) for part in here)
-    trained = [part for part in here if part.weight.trainable]
-    gradients = sum(_bytes(part, mesh, shards) for part in trained)
+    sums = _sums(probe, strategy, here, rank)
+    own = shards / mesh.ep if shards > 1 else shards
+    held = sums.dense / shards + sums.expert / own
+    gradients = sums.trained_dense / shards + sums.trained_expert / own
     share = mesh.dp if strategy.data_parallel == "zero1" else 1
     optimizer = gradients * probe.state_factor / share
     if strategy.local_steps:
@@ -199,12 +200,12 @@ def estimate_rank(
     buffers = buffers_of(strategy, groups, _after(probe, here), shards, probe.gloo)
     fixed = held + anatomy.buffer_bytes + optimizer
     # A float64 copy of one gradient for its norm, or what an optimizer makes of one while it takes a step.
-    passing = 8 * max((_bytes(part, mesh, shards) / part.weight.itemsize for part in trained), default=0.0)
+    passing = 8 * max(sums.largest_dense / shards, sums.largest_expert / own)
     host = fixed - anatomy.buffer_bytes + gradients if strategy.offload else 0.0
     if strategy.offload:
         fixed = gradients = temporaries = passing = 0
     step = gradients + max(temporaries, passing)
-    whole = sum(part.bytes for part in trained)
+    whole = sums.trained_dense + sums.trained_expert
     standing = _standing(strategy, gradients, whole, accumulated)
     peak = fixed + max(step, _peak(gradients, standing, run, buffers, groups))
     return Estimate(
@@ -248,18 +249,46 @@ def _peak(
     )
 
 
-def _bytes(part: Part, mesh: Mesh, shards: int) -> float:
-    """Bytes of a weight that a rank holds: the ranks that share experts hold different ones."""
-    return part.bytes / (shards / mesh.ep if part.expert and shards > 1 else shards)
+@dataclass(frozen=True)
+class _Sums:
+    """Bytes of a rank's weights before sharding, those of experts apart: the ranks that share experts hold
+    different ones. The largest are elements of one trained weight.
+    """
+
+    dense: float
+    expert: float
+    trained_dense: float
+    trained_expert: float
+    largest_dense: float
+    largest_expert: float
+
+
+def _sums(probe: ModelProbe, strategy: Strategy, here: Sequence[Part], rank: int) -> _Sums:
+    mesh = strategy.mesh
+    key = "sums", mesh.pp, strategy.virtual_stages, mesh.tp, mesh.ep, rank
+    if key not in probe.known:
+        dense, expert = ([part for part in here if part.expert == one] for one in (False, True))
+        trained = [[part for part in those if part.weight.trainable] for those in (dense, expert)]
+        probe.known[key] = _Sums(
+            *(sum(part.bytes for part in those) for those in (dense, expert, *trained)),
+            *(max((part.elements for part in those), default=0.0) for those in trained),
+        )
+    found: _Sums = probe.known[key]
+    return found
 
 
 def _groups(probe: ModelProbe, strategy: Strategy, here: Sequence[Part]) -> dict[str, float]:
     """Bytes of the weights that are gathered together: each block, and under "" the rest."""
+    key = "groups", strategy.mesh.tp, strategy.mesh.ep, shards_weights(strategy), here[0].unit if here else ""
+    key = (*key, len(here), strategy.virtual_stages, strategy.mesh.pp)
+    if key in probe.known:
+        return dict(probe.known[key])
     groups: dict[str, float] = {"": 0.0}
     apart = set(probe.anatomy.alone if shards_weights(strategy) else probe.anatomy.blocks)
     for part in here:
-        key = part.unit if part.unit in apart else None
-        groups[key or ""] = groups.get(key or "", 0.0) + part.bytes
+        name = part.unit if part.unit in apart else None
+        groups[name or ""] = groups.get(name or "", 0.0) + part.bytes
+    probe.known[key] = dict(groups)
     return groups
 
 
