@@ -79,9 +79,11 @@ def bubbles(strategy: Strategy) -> float:
     """How many micro-batches' time a stage waits in a step.
 
     p − 1 for GPipe (Huang et al. 2019, section 2.3) and 1F1B (Narayanan et al. 2021, section 2.2.1),
-    (p − 1)/v with v interleaved stages on each rank (section 2.2.2).
+    (p − 1)/v with v interleaved stages on each rank (section 2.2.2), a third of that where gradients of
+    weights fill the gaps (Qi et al. 2023, table 2, ZB-H1, with equally long parts).
     """
-    return (strategy.mesh.pp - 1) / strategy.virtual_stages
+    part = 1 / 3 if strategy.schedule == "zero_bubble" else 1.0
+    return part * (strategy.mesh.pp - 1) / strategy.virtual_stages
 
 
 def step_time(

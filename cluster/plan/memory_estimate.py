@@ -279,8 +279,8 @@ def _sums(probe: ModelProbe, strategy: Strategy, here: Sequence[Part], rank: int
 
 def _groups(probe: ModelProbe, strategy: Strategy, here: Sequence[Part]) -> dict[str, float]:
     """Bytes of the weights that are gathered together: each block, and under "" the rest."""
-    key = "groups", strategy.mesh.tp, strategy.mesh.ep, shards_weights(strategy), here[0].unit if here else ""
-    key = (*key, len(here), strategy.virtual_stages, strategy.mesh.pp)
+    mesh, first = strategy.mesh, here[0].unit if here else ""
+    key = "groups", mesh, shards_weights(strategy), first, len(here), strategy.virtual_stages
     if key in probe.known:
         return dict(probe.known[key])
     groups: dict[str, float] = {"": 0.0}
