@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roundtable.cluster.choice.machine_rates import Rates, bandwidth
+from roundtable.cluster.choice.machine_rates import MachineRates, bandwidth
 from roundtable.cluster.parallel.strategy import Mesh
 from roundtable.cluster.plan.resources import Resources
 
@@ -21,7 +21,7 @@ class Wires:
     Ranks are numbered with tp changing fastest, then fsdp, dp and pp, so that tp is within a node.
     """
 
-    rates: Rates
+    rates: MachineRates
     resources: Resources
     mesh: Mesh
     gloo: bool = False

@@ -27,7 +27,7 @@ _CPU_PRODUCTS, _CPU_MEMORY, _CPU_CALL, _LOOPBACK, _ETHERNET = 5e10, 1e10, 1e-5, 
 
 
 @dataclass(frozen=True)
-class Rates:
+class MachineRates:
     """Of one device: operations a second of products, bytes a second of its memory and of its link to the
     host's, seconds that a call of an operator takes. `within` and `between` are the bus bandwidth of an
     all-reduce by payload, in a node and between nodes, for each device while all are busy.
@@ -51,7 +51,7 @@ class Rates:
 
 def rates_of(
     resources: Resources, precision: Precision, links: Links | None = None, peak: float | None = None
-) -> Rates:
+) -> MachineRates:
     """The measured figures where there are some, the device's published ones in the place of the rest."""
     known = published(resources.gpu_name) or usual_device(resources.memory)
     base = _published(known, precision) if resources.device == "cuda" else _nominal()
@@ -96,9 +96,9 @@ def bandwidth(table: Mapping[int, float], payload: float) -> float:
     return table[sizes[-1]]
 
 
-def _published(device: Published, precision: Precision) -> Rates:
+def _published(device: Published, precision: Precision) -> MachineRates:
     peak = device.products(precision)
-    return Rates(
+    return MachineRates(
         products=peak * device.reached,
         memory=device.memory * _MEMORY,
         host=device.host * _WITHIN,
@@ -116,8 +116,8 @@ def _published(device: Published, precision: Precision) -> Rates:
     )
 
 
-def _nominal() -> Rates:
-    return Rates(
+def _nominal() -> MachineRates:
+    return MachineRates(
         products=_CPU_PRODUCTS,
         memory=_CPU_MEMORY,
         host=_CPU_MEMORY,
@@ -135,7 +135,7 @@ def _curve(rate: float, latency: float) -> dict[int, float]:
     return {size: size / (size / rate + latency) for size in _SIZES}
 
 
-def in_words(rates: Rates, resources: Resources) -> list[str]:
+def in_words(rates: MachineRates, resources: Resources) -> list[str]:
     """The figures that predictions rest on, a line each."""
     lines = [
         f"rates {rates.source}",

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from roundtable.client.policy.cluster_table import ClusterTable
-from roundtable.cluster.choice.machine_rates import Rates, rates_of
+from roundtable.cluster.choice.machine_rates import MachineRates, rates_of
 from roundtable.cluster.choice.plan_reasons import Considered, considered, why_chosen, why_not_faster
 from roundtable.cluster.choice.savings import Saving, savings
 from roundtable.cluster.choice.search import HEADROOM, Found, Search
@@ -37,7 +37,7 @@ class ClusterPlan:
     strategy: Strategy
     estimate: Estimate
     time: StepTime
-    rates: Rates
+    rates: MachineRates
     resources: Resources
     parameters: int
     batch: int
@@ -131,7 +131,7 @@ def _plan(
     probe: ModelProbe,
     resources: Resources,
     job: JobConfig,
-    rates: Rates,
+    rates: MachineRates,
     search: Search,
     best: Found,
     reasons: list[str],

@@ -9,7 +9,7 @@ from math import inf
 
 from roundtable.client.policy.cluster_table import StrategyTable
 from roundtable.cluster.choice.checkpoint_choice import fewest_blocks
-from roundtable.cluster.choice.machine_rates import Rates
+from roundtable.cluster.choice.machine_rates import MachineRates
 from roundtable.cluster.choice.step_time import StepTime, step_time
 from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.strategy import Strategy
@@ -54,7 +54,7 @@ class Search:
 
     probe: ModelProbe
     resources: Resources
-    rates: Rates
+    rates: MachineRates
     batch: int
     hand: StrategyTable
     private: bool = False

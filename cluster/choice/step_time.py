@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, fields
 
 from roundtable.cluster.choice.collective_time import Wires
 from roundtable.cluster.choice.gradient_time import GradientTraffic, optimizer_seconds
-from roundtable.cluster.choice.machine_rates import Rates
+from roundtable.cluster.choice.machine_rates import MachineRates
 from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.activations import Pass
-from roundtable.cluster.plan.arithmetic import Work
+from roundtable.cluster.plan.arithmetic import PassWork
 from roundtable.cluster.plan.memory_estimate import ModelProbe, fullest
 from roundtable.cluster.plan.resources import Resources
 
@@ -87,7 +87,12 @@ def bubbles(strategy: Strategy) -> float:
 
 
 def step_time(
-    probe: ModelProbe, sums: UnitSums, strategy: Strategy, batch: int, rates: Rates, resources: Resources
+    probe: ModelProbe,
+    sums: UnitSums,
+    strategy: Strategy,
+    batch: int,
+    rates: MachineRates,
+    resources: Resources,
 ) -> StepTime:
     """The prediction for a batch of so many examples over all ranks."""
     wires = Wires(rates, resources, strategy.mesh, probe.gloo)
@@ -121,8 +126,14 @@ class _Stage:
         *,
         last: bool,
     ) -> None:
-        self._probe, self._sums, self._strategy, self._wires = probe, sums, strategy, wires
-        self._rates, self._units, self._examples, self._count = wires.rates, units, examples, count
+        self._probe = probe
+        self._sums = sums
+        self._strategy = strategy
+        self._wires = wires
+        self._rates = wires.rates
+        self._units = units
+        self._examples = examples
+        self._count = count
         forward = sums.work(strategy, units, rest=last)
         self.forward = self._seconds(forward)
         self.computing = self.forward + self._seconds(sums.backward(forward))
@@ -155,7 +166,7 @@ class _Stage:
             optimizer=optimizer_seconds(self._probe, self._sums, self._strategy, self._wires, self._units),
         )
 
-    def _seconds(self, work: Work) -> float:
+    def _seconds(self, work: PassWork) -> float:
         """Of a pass of one micro-batch."""
         rates, half = self._rates, self._half()
         products = max(work.flops * self._examples / rates.products, half * work.weights / rates.memory)
@@ -178,7 +189,7 @@ class _Stage:
         chosen = here if strategy.checkpointing == "sqrt" else strategy.checkpointed(here)
         work = self._sums.work(strategy, chosen, rest=False)
         if strategy.checkpointing == "selective":
-            work = Work(0.0, work.moved, 0.0, work.calls)
+            work = PassWork(0.0, work.moved, 0.0, work.calls)
         return self._seconds(work)
 
     def _tensor(self, last: bool) -> float:

@@ -10,7 +10,7 @@ from math import prod
 
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.activations import Pass
-from roundtable.cluster.plan.arithmetic import Work
+from roundtable.cluster.plan.arithmetic import PassWork
 from roundtable.cluster.plan.memory_estimate import ModelProbe, Part, parts_of
 
 # Entries of a weight's rows and columns that PowerSGD's factors of this rank hold: see gradient_hooks.
@@ -49,9 +49,9 @@ class UnitSums:
 
     def __init__(self, probe: ModelProbe) -> None:
         self._probe = probe
-        self._work: dict[tuple[int, bool], dict[str | None, Work]] = {}
+        self._work: dict[tuple[int, bool], dict[str | None, PassWork]] = {}
         self._weights: dict[tuple[int, int], dict[str | None, Weights]] = {}
-        whole = sum(probe.work.forward.values(), Work())
+        whole = sum(probe.work.forward.values(), PassWork())
         back = probe.work.backward
         self._ratio = (
             back.flops / whole.flops if whole.flops else 2.0,
@@ -60,36 +60,36 @@ class UnitSums:
             back.calls / whole.calls if whole.calls else 2.0,
         )
 
-    def work(self, strategy: Strategy, units: Iterable[str], *, rest: bool) -> Work:
+    def work(self, strategy: Strategy, units: Iterable[str], *, rest: bool) -> PassWork:
         """A rank's part of the units' forward pass, with `rest` what lies in none too."""
         key = strategy.mesh.tp, strategy.sequence_parallel
         if key not in self._work:
             self._work[key] = self._divided(strategy)
         table = self._work[key]
         names: list[str | None] = [*units, None] if rest else list(units)
-        return sum((table[name] for name in names if name in table), Work())
+        return sum((table[name] for name in names if name in table), PassWork())
 
-    def backward(self, forward: Work) -> Work:
+    def backward(self, forward: PassWork) -> PassWork:
         """The backward pass of what has this forward pass: in the proportion of the whole model's."""
         flops, moved, weights, calls = self._ratio
-        return Work(
+        return PassWork(
             forward.flops * flops, forward.moved * moved, forward.weights * weights, forward.calls * calls
         )
 
-    def _divided(self, strategy: Strategy) -> dict[str | None, Work]:
+    def _divided(self, strategy: Strategy) -> dict[str | None, PassWork]:
         probe, tp = self._probe, strategy.mesh.tp
         one = Pass(probe.anatomy, probe.trace, probe.tensor_parallel, strategy)
         styles = probe.tensor_parallel.styles
         # What holds a layer split by rows works on parts, also where a task's own plan does not say so.
         around = {name.rpartition(".")[0] for name, style in styles.items() if style == "row"}
-        table: dict[str | None, Work] = {}
+        table: dict[str | None, PassWork] = {}
         for name, work in probe.work.forward.items():
             split = tp > 1 and name in styles
             share = tp if split or (tp > 1 and name in around) else one.divisor(name)
             weights = tp if split else 1
             unit = self._probe.anatomy.unit_of(name)
-            mine = Work(work.flops / share, work.moved / share, work.weights / weights, work.calls)
-            table[unit] = table.get(unit, Work()) + mine
+            mine = PassWork(work.flops / share, work.moved / share, work.weights / weights, work.calls)
+            table[unit] = table.get(unit, PassWork()) + mine
         return table
 
     def weights(self, strategy: Strategy, units: Iterable[str]) -> Weights:

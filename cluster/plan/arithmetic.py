@@ -29,7 +29,7 @@ _LOOKUPS = {_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather}
 
 
 @dataclass(frozen=True)
-class Work:
+class PassWork:
     """Operations of matrix products, attention and convolutions; bytes that the other operators read and
     write, both of one example; bytes of weights read and of their gradients written, and calls of operators,
     both of a pass, whatever its examples.
@@ -40,8 +40,8 @@ class Work:
     weights: float = 0.0
     calls: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: PassWork) -> PassWork:
+        return PassWork(
             self.flops + other.flops,
             self.moved + other.moved,
             self.weights + other.weights,
@@ -62,8 +62,8 @@ class ExampleCost:
     flops: float
     tokens: int
     method: Literal["counted", "6N"]
-    forward: Mapping[str, Work] = field(default_factory=dict)
-    backward: Work = field(default_factory=Work)
+    forward: Mapping[str, PassWork] = field(default_factory=dict)
+    backward: PassWork = field(default_factory=PassWork)
 
 
 def count_work(task: Task, batch: Any) -> ExampleCost:
@@ -94,9 +94,9 @@ def _by_size(model: nn.Module, seen: _Shapes, examples: int) -> ExampleCost:
         for name, module in model.named_modules()
     }
     size = {name: float(count) for name, count in own.items() if count}
-    forward = {name: Work(2.0 * count * positions, 0.0, 4.0 * count, 1.0) for name, count in size.items()}
-    whole = sum(forward.values(), Work())
-    backward = Work(2 * whole.flops, 0.0, 2 * whole.weights, 2 * whole.calls)
+    forward = {name: PassWork(2.0 * count * positions, 0.0, 4.0 * count, 1.0) for name, count in size.items()}
+    whole = sum(forward.values(), PassWork())
+    backward = PassWork(2 * whole.flops, 0.0, 2 * whole.weights, 2 * whole.calls)
     return ExampleCost(6.0 * sum(size.values()) * positions, seen.tokens, "6N", forward, backward)
 
 
@@ -106,8 +106,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.backward = False
-        self._forward: dict[str, Work] = defaultdict(Work)
-        self._back = Work()
+        self._forward: dict[str, PassWork] = defaultdict(PassWork)
+        self._back = PassWork()
         self._stack = [""]
         self._weights = {tuple(p.shape) for p in model.parameters()}
         self._weights |= {shape[::-1] for shape in self._weights if len(shape) == 2}
@@ -120,13 +120,13 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         ]
 
-    def found(self, examples: int) -> tuple[dict[str, Work], Work]:
+    def found(self, examples: int) -> tuple[dict[str, PassWork], PassWork]:
         """(by module of the forward pass, of the backward pass), of one example; the hooks are removed."""
         for hook in self._hooks:
             hook.remove()
 
-        def of_one(work: Work) -> Work:
-            return Work(work.flops / examples, work.moved / examples, work.weights, work.calls)
+        def of_one(work: PassWork) -> PassWork:
+            return PassWork(work.flops / examples, work.moved / examples, work.weights, work.calls)
 
         return {name: of_one(work) for name, work in self._forward.items()}, of_one(self._back)
 
@@ -144,7 +144,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._forward[self._stack[-1]] += work
         return output
 
-    def _work(self, func: Any, args: Any, kwargs: Any, output: Any) -> Work:
+    def _work(self, func: Any, args: Any, kwargs: Any, output: Any) -> PassWork:
         count = _COUNTS.get(func.overloadpacket)
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -152,8 +152,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             read = written
         weights = sum(leaf.nbytes for leaf in (*read, *written) if tuple(leaf.shape) in self._weights)
         if count is not None:
-            return Work(float(count(*args, **kwargs, out_val=output)), 0.0, weights, 1.0)
-        return Work(0.0, sum(leaf.nbytes for leaf in (*read, *written)) - weights, weights, 1.0)
+            return PassWork(float(count(*args, **kwargs, out_val=output)), 0.0, weights, 1.0)
+        return PassWork(0.0, sum(leaf.nbytes for leaf in (*read, *written)) - weights, weights, 1.0)
 
 
 class _Shapes:

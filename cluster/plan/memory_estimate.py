@@ -16,7 +16,7 @@ from roundtable.cluster.parallel.pipeline_stages import partition
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.plan.activations import Activations, Pass, activations
-from roundtable.cluster.plan.arithmetic import ExampleCost, Work
+from roundtable.cluster.plan.arithmetic import ExampleCost, PassWork
 from roundtable.cluster.plan.collective_buffers import Buffers, buffers_of, shards_weights
 from roundtable.cluster.plan.resources import format_bytes
 
@@ -70,7 +70,7 @@ class ModelProbe:
     half: Trace | None = None
     gloo: bool = False
     work: ExampleCost = field(default_factory=lambda: ExampleCost(0.0, 0, "counted"))
-    optimizer: Work = field(default_factory=Work)
+    optimizer: PassWork = field(default_factory=PassWork)
     known: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property

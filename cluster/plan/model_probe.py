@@ -33,7 +33,7 @@ from roundtable.cluster.parallel.split_attention import split_attention
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
-from roundtable.cluster.plan.arithmetic import OperatorRecorder, Work, count_work
+from roundtable.cluster.plan.arithmetic import OperatorRecorder, PassWork, count_work
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.core.errors import RoundtableError, TaskError
 from roundtable.core.task import Task, initial_state
@@ -137,7 +137,7 @@ def example_batch(data: Any, examples: int = 3) -> Any:
     return next(iter(ordered_batches(data, examples))).data
 
 
-def optimizer_cost(task: Task) -> tuple[float, Work]:
+def optimizer_cost(task: Task) -> tuple[float, PassWork]:
     """(bytes of state for each byte of parameters, work), found on a small parameter.
 
     The work is the bytes that a step moves for each byte of gradients, and its calls for each parameter.
@@ -147,16 +147,16 @@ def optimizer_cost(task: Task) -> tuple[float, Work]:
     parameter = nn.Parameter(torch.zeros(4096))
     optimizer = make([parameter]) if make is not None else None
     if optimizer is None:
-        return 0.0, Work(moved=3.0, calls=1.0)
+        return 0.0, PassWork(moved=3.0, calls=1.0)
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     states = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
     recorder = OperatorRecorder(nn.Module())
     with recorder:
         optimizer.step()
-    work = sum(recorder.found(1)[0].values(), Work())
+    work = sum(recorder.found(1)[0].values(), PassWork())
     size = parameter.nbytes
-    return sum(value.nbytes for value in states if value.numel() > 1) / size, Work(
+    return sum(value.nbytes for value in states if value.numel() > 1) / size, PassWork(
         moved=work.moved / size, calls=work.calls
     )
 
