@@ -42,8 +42,8 @@ def plan(
 ) -> None:
     """Print the strategy for a job on this silo's cluster.
 
-    With its memory and time by term, and why it was chosen. Nothing is trained and no weight is made, so it runs
-    without a GPU: try --world and --memory.
+    With its memory and time by term, and why it was chosen. Nothing is trained and no weight is made, so it
+    runs without a GPU: try --world and --memory.
     """
     from roundtable.cluster.choice.machine_rates import in_words
     from roundtable.cluster.choice.step_time import format_seconds
