@@ -112,6 +112,24 @@ async def test_the_update_comes_in_spite_of(trouble: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+async def test_fedprox_pulls_towards_the_rounds_model_after_a_checkpoint(tmp_path: Path) -> None:
+    """The checkpoint's weights are far from the round's model, and the pull towards either is strong."""
+    # The wait lets the checkpoints before it be sealed.
+    code = TASK.replace('if trouble == "kill":', 'if trouble == "kill":\n                    time.sleep(1)')
+    job = {"algorithm": {**ALGORITHM, "name": "fedprox", "mu": 2.0}}
+    table = {"timeout": 6.0, "checkpoint_steps": 2}
+    silo = Silo(tmp_path, job, code, trouble="kill", call=14, table=table)
+    told: list[tuple[str, str, str]] = []
+    async with silo.trainer() as trainer:
+        work = replace(silo.work(), trouble=lambda *fault: told.append(fault))
+        seen: list[int] = []
+        await trainer.train(work, watched(seen))
+        assert [action for _, _, action in told] == ["started the ranks again"]
+    assert sorted(seen).count(8) == 1, "the steps before the checkpoint were not taken again"
+    assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
+
+
+@pytest.mark.slow
 async def test_a_broken_device_is_left_out_and_the_round_goes_on(tmp_path: Path) -> None:
     silo = Silo(tmp_path, trouble="device", table={"checkpoint_steps": 2})
     async with silo.trainer() as trainer:
