@@ -69,7 +69,8 @@ class Traits:
     lengthens: the largest ‖C(x)‖/‖x‖; infinite where there is none. Privacy that clips before encoding
     pays it. support: which values are sent: `all`; `own`: each client's own choice, which tells of its
     data; `seeded`: each client's, from its key; `cohort`: the same for all clients of a step.
-    feedback: whether error feedback is on unless a job says otherwise.
+    feedback: whether error feedback is on unless a job says otherwise. scaled: whether values that are sent
+    also stand for those that are not, and are multiplied by d/k for it.
     """
 
     error: Literal["exact", "unbiased", "bounded"]
@@ -77,6 +78,7 @@ class Traits:
     lengthens: Callable[[int], float] = lambda elements: math.inf
     support: Literal["all", "own", "seeded", "cohort"] = "all"
     feedback: bool = False
+    scaled: bool = False
 
     def contractive(self, elements: int) -> bool:
         """Whether ‖C(x)−x‖² ≤ (1−δ)‖x‖² with a δ > 0 for every x: what error feedback needs."""

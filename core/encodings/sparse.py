@@ -194,6 +194,7 @@ class RandomK(Encoding):
             lambda n: self.factor * codec.traits.lengthens(n),
             support="seeded" if table.indices == "own" else "cohort",
             feedback=not table.scaled,
+            scaled=self.factor > 1,
         )
 
     def most(self, elements: int) -> int:

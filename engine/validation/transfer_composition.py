@@ -7,9 +7,9 @@ from pathlib import Path
 
 from roundtable.aggregation import find_rule
 from roundtable.core.config import JobConfig
-from roundtable.core.encodings import get_encoding
+from roundtable.core.encodings import Traits, get_encoding
 from roundtable.core.errors import ConfigError, PrivacyError
-from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, NoPrivacy
+from roundtable.core.privacy_table import BareUpdates
 
 
 def check_transfer(job: JobConfig, folder: Path | None = None) -> None:
@@ -19,7 +19,8 @@ def check_transfer(job: JobConfig, folder: Path | None = None) -> None:
     keeps 8 to 16 % of its norm. `folder` is where a rule in a file lies.
     """
     rule, up = job.aggregation.rule, job.transfer.up
-    support, said = get_encoding(up).traits.support, f"transfer.up = {up!r}"
+    traits, said = get_encoding(up).traits, f"transfer.up = {up!r}"
+    support = traits.support
     by_coordinate = support in ("seeded", "own") and find_rule(rule, folder).kept is not None
     if by_coordinate and support == "seeded":
         raise ConfigError(
@@ -32,9 +33,23 @@ def check_transfer(job: JobConfig, folder: Path | None = None) -> None:
             "coordinate, which shortens the aggregate",
             stacklevel=3,
         )
-    if job.transfer.remembers and not isinstance(job.privacy, NoPrivacy | ExampleLevel | ClientLocalLevel):
+    _check_private(job, traits, said)
+
+
+def _check_private(job: JobConfig, traits: Traits, said: str) -> None:
+    """Where the coordinator adds the noise; a silo that adds its own encodes what is private already."""
+    if not isinstance(job.privacy, BareUpdates):
+        return
+    under = f"under privacy.level = {job.privacy.level!r}"
+    if job.transfer.remembers:
         raise PrivacyError(
-            f"{said} with error feedback under privacy.level = {job.privacy.level!r}: what a silo remembers "
+            f"{said} with error feedback {under}: what a silo remembers "
             "of rounds in which it took part comes with later updates, and no proof of amplification by "
             'sampling covers that: set transfer.feedback = "off"'
+        )
+    if traits.scaled:
+        raise PrivacyError(
+            f"{said} {under}: the coordinator clips what it decoded, and values that are multiplied by d/k "
+            "before would be clipped away: multiply after the noise, by scaled=false, transfer.feedback = "
+            '"off", and d/k times aggregation.server_optimizer.learning_rate'
         )

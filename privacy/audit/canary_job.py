@@ -18,6 +18,7 @@ from torch import Tensor
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import (
+    BareUpdates,
     ClientLocalLevel,
     DistributedLevel,
     ExampleLevel,
@@ -197,6 +198,8 @@ class CanaryJob:
             "aggregation": {"weighting": "uniform"},
             "evaluation": {"every": 0},
             "privacy": {**privacy.model_dump(), **change},
+            # What a silo encodes after noise of its own is no Gaussian any more, and no less private.
+            "transfer": self.job.transfer.model_dump() if isinstance(privacy, BareUpdates) else {},
             "simulation": {
                 "clients": self.clients,
                 "backend": "sequential",

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from roundtable.client import Refused, Round
 from roundtable.client.join import join
 from roundtable.core import JobConfig, LayoutRules, load_task
+from roundtable.core.encodings.feedback import MEMORY
 from roundtable.core.errors import ConfigError, InvalidUpdate, LayoutError, TaskError
 from roundtable.core.initial_model import initial_model
+from roundtable.core.job_tables.transfer_table import TransferTable
 from roundtable.core.privacy_table import privacy_from
 from roundtable.privacy.example_level import SiloAccount
 
@@ -159,6 +162,28 @@ async def test_what_a_script_submits_leaves_with_the_silos_noise_and_nothing_exa
     assert 3.0 < float(silo.delta().std()) < 7.0
     account = SiloAccount.from_json((silo.config.state / "privacy" / "client.json").read_text())
     assert [(entry.job, entry.round) for entry in account.entries] == [("job-1", 1)]
+    silo.coordinator.say(withdraw={"step": {"job": "job-1"}, "reason": "over"})
+    await running
+
+
+async def test_what_error_feedback_remembers_is_of_the_noised_update(silo) -> None:
+    """Nothing was learnt: what was not sent is remembered with the silo's noise, and not without."""
+    table = {"level": "client_local", "clip_norm": 1.0, "noise_multiplier": 5.0, "delta": 1e-3}
+    changes = {"privacy": privacy_from(table), "transfer": TransferTable(up="topk(ratio=0.25)")}
+    silo.job = silo.job.model_copy(update=changes)
+
+    def body(rounds: Any) -> None:
+        for round in rounds:
+            round.submit(round.arrays, examples=12)
+
+    running = await scripted(silo, body)
+    silo.coordinator.say(instruction=silo.instruction())
+    await silo.coordinator.until(lambda: KEY in silo.coordinator.receipts)
+    [state] = (silo.config.state / "jobs" / "job-1").glob("round-*.safetensors")
+    memory = load_file(state)[MEMORY]
+    held = memory[memory != 0]
+    assert len(held) == len(memory) - round(0.25 * len(memory))
+    assert 1.0 < float(held.std()) < 5.0, "what is smallest of noise with a spread of 5"
     silo.coordinator.say(withdraw={"step": {"job": "job-1"}, "reason": "over"})
     await running
 

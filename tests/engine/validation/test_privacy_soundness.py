@@ -49,6 +49,29 @@ def test_metrics_on_public_data_are_a_statement_of_the_job(level: str) -> None:
     plan(level, "public_evaluation = true", evaluation="every = 1")
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("up", "complaint"),
+    [
+        ('up = "topk(ratio=0.05) | int8"', "no proof of amplification by sampling covers that"),
+        ('up = "sign"', "no proof of amplification by sampling covers that"),
+        ('up = "randomk(ratio=0.1)"', "would be clipped away: multiply after the noise"),
+        ('up = "randomk(ratio=0.1, indices=cohort) | int8"', "would be clipped away"),
+    ],
+)
+def test_what_an_encoding_must_not_do_before_the_coordinators_noise(
+    level: str, up: str, complaint: str
+) -> None:
+    """A silo with noise of its own encodes what is private already; as told, the job is accepted."""
+    if level in ("client_local", "example"):
+        plan(level, transfer=up)
+        return
+    with pytest.raises(PrivacyError, match=complaint):
+        plan(level, transfer=up)
+    told = up.replace("ratio=0.1", "ratio=0.1, scaled=false") + '\nfeedback = "off"'
+    plan(level, transfer=told)
+
+
 @pytest.mark.parametrize("level", ["client", "client_local", "dp_ftrl"])
 @pytest.mark.parametrize(
     ("tables", "complaint"),

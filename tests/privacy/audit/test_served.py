@@ -20,6 +20,7 @@ from roundtable.server.jobs.privacy_budget import Account
 
 LEVELS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "client": (3, {"size": 3}, {}),
+    "encoded": (3, {"size": 3}, {"level": "client"}),
     "dp_ftrl": (3, {"size": 1}, {"bands": 3, "separation": 3}),
     "blt": (3, {"size": 1}, {"level": "dp_ftrl", "buffers": 2, "separation": 3}),
     "distributed": (3, {"size": 3}, {"dropout_tolerance": 0.0}),
@@ -27,6 +28,7 @@ LEVELS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "example": (1, {"size": 1}, {"population": 60, "batch_size": 12, "local_steps": 2}),
 }
 COORDINATES = 4096
+UP = "topk(ratio=0.01) | int4(block=64)"
 
 
 def job_of(level: str, **cohort: Any) -> JobConfig:
@@ -38,6 +40,7 @@ def job_of(level: str, **cohort: Any) -> JobConfig:
             "cohort": cohort or usual,
             "aggregation": {"weighting": "uniform"},
             "evaluation": {"every": 0},
+            "transfer": {"up": UP, "feedback": "off"} if level == "encoded" else {},
             "privacy": {"level": level, "clip_norm": 0.5, "delta": 1e-3, "epsilon": 4.0, **privacy},
         }
     )
