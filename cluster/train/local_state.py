@@ -34,7 +34,7 @@ def save_local(
     meshes: Meshes,
     group: dist.ProcessGroup,
 ) -> None:
-    """Saves the tensors with the rule `local` after a round, and `kept`, bytes that all ranks have.
+    """Saves the tensors with the rule `local` after a round, and `kept`, that all ranks have whole.
 
     Collective.
     """
@@ -85,12 +85,16 @@ def _write(
 def _header(layout: Layout, kept: Mapping[str, Tensor]) -> tuple[dict[str, int], bytes]:
     """(each tensor's offset in the body, the file's header)."""
     specs = [spec for spec in layout.tensors if spec.rule == "local" and spec.alias_of is None]
-    ordered = sorted(specs, key=lambda spec: (-DTYPES[spec.dtype].itemsize, spec.name))
-    rows: list[tuple[str, str, Sequence[int], int]] = [
-        (spec.name, SAFETENSORS[spec.dtype], spec.shape, spec.size * DTYPES[spec.dtype].itemsize)
-        for spec in ordered
+    ordered = [(spec.name, spec.dtype, spec.shape, spec.size) for spec in specs]
+    ordered += [
+        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.numel())
+        for name, tensor in kept.items()
     ]
-    rows += [(name, "U8", tensor.shape, tensor.nbytes) for name, tensor in kept.items()]
+    ordered.sort(key=lambda each: (-DTYPES[each[1]].itemsize, each[0]))
+    rows = [
+        (name, SAFETENSORS[dtype], shape, size * DTYPES[dtype].itemsize)
+        for name, dtype, shape, size in ordered
+    ]
     entries, offsets, end = {}, {}, 0
     for name, dtype, shape, size in rows:
         offsets[name] = end

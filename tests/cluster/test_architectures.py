@@ -133,6 +133,8 @@ def test_a_silo_reads_why_its_strategy_is_refused(
     there = [
         name for name in architectures if not ARCHITECTURES[name][1] or find_spec(ARCHITECTURES[name][1])
     ]
+    if not there:
+        pytest.skip(f"the libraries of {', '.join(architectures)} are not installed")
     _, refused = cells(there, strategies)
     assert refused
     for name, reason in refused.items():

@@ -13,6 +13,7 @@ from cluster_silo import ALGORITHM, TASK, Silo, watched
 
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.stepping.loss_scaling import NAME
 from roundtable.cluster.train.orders import SOCKET, Advice, leave_report
 from roundtable.cluster.train.round_reports import kept_reports
 from roundtable.core import JobConfig, load_task, save_model
@@ -264,3 +265,36 @@ async def test_a_withdrawn_order_leaves_the_ranks_ready(tmp_path: Path) -> None:
             await order
         await trainer.train(silo.work(), watched([]))
         assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
+
+
+@pytest.mark.slow
+async def test_the_loss_scale_outlives_a_killed_round_and_goes_on_in_the_next(tmp_path: Path) -> None:
+    """2^16 × a loss of 2^8 overflows float16; what the scale came to is in the checkpoint, and kept."""
+    code = TASK.replace(
+        "return F.cross_entropy(model(batch[0]), batch[1])",
+        "return F.cross_entropy(model(batch[0]), batch[1]) * 256",
+    )
+    job = {"algorithm": {**ALGORITHM, "learning_rate": 1e-4}}
+    scales: dict[str, list[list[float]]] = {}
+    updates: dict[str, list[torch.Tensor]] = {}
+    for trouble in ("", "kill"):
+        folder = tmp_path / (trouble or "none")
+        folder.mkdir()
+        table = {"precision": "float16", "timeout": 6.0, "checkpoint_steps": 2}
+        silo = Silo(folder, job, code, trouble=trouble, table=table)
+        scales[trouble], updates[trouble] = [], []
+        async with silo.trainer() as trainer:
+            for round in (1, 2):
+                output = f"update-{round}"
+                await trainer.train(silo.work(round, output=output, counted=round - 1 or None), watched([]))
+                (kept,) = (silo.config.state / "jobs").rglob(f"round-{round}.*.safetensors")
+                scales[trouble].append(safetensors.torch.load_file(kept)[NAME].tolist())
+                updates[trouble].append(silo.update(output))
+        assert (folder / "mark").exists() == (trouble == "kill")
+        reports = kept_reports(silo.config.state / "cluster", "job-1")
+        assert [each["skipped"] for each in reports][1] == 0
+    (first, taken), (second, more) = scales[""]
+    assert first == second < 2.0**16
+    assert taken + 16 == more
+    assert scales["kill"] == scales[""]
+    assert all(torch.equal(a, b) for a, b in zip(updates["kill"], updates[""], strict=True))
