@@ -6,6 +6,7 @@ Lepikhin et al. 2021 for shared-out experts). Tokens travel by all-to-all to the
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 from typing_extensions import override
+
+from roundtable.cluster.parallel.routing import CROWDED, ExpertLoads, capacity_of, places_at, spread
+from roundtable.core.errors import TaskError
 
 
 class Experts(nn.Module):
@@ -78,31 +82,107 @@ class MixtureOfExperts(nn.Module):
     """A feed-forward part in which each token passes `top_k` of `experts` experts.
 
     After a forward pass `balance_loss` holds experts · Σ fᵢ·Pᵢ over the tokens of this rank, for the task's
-    loss to add with a small factor: 1 at even use of all experts.
+    loss to add with a small factor: 1 at even use of all experts. f counts what tokens chose.
     """
 
-    def __init__(self, dim: int, hidden: int, experts: int, top_k: int = 2) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        top_k: int = 2,
+        *,
+        capacity_factor: float | None = None,
+        dynamic: bool = False,
+    ) -> None:
+        """With `capacity_factor` an expert takes that many times an example's mean load of choices.
+
+        Later ones are dropped: they add nothing, and a token without any goes on by the residual alone.
+        `dynamic` sends what is above 1.5 times the mean load to the least loaded expert. Raises TaskError for
+        values that do not go together.
+        """
         super().__init__()
+        if not 1 <= top_k <= experts:
+            raise TaskError(f"MixtureOfExperts: top_k = {top_k} of experts = {experts}; give 1 to {experts}")
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise TaskError(
+                f"MixtureOfExperts: capacity_factor = {capacity_factor}; give one above 0, as 1.25"
+            )
+        if dynamic and top_k == experts:
+            raise TaskError(
+                "MixtureOfExperts: dynamic = True and top_k = experts: no expert is left to send to"
+            )
+        if dynamic and capacity_factor is not None and capacity_factor < CROWDED:
+            raise TaskError(
+                f"MixtureOfExperts: dynamic = True and capacity_factor = {capacity_factor}: loads are "
+                f"levelled at {CROWDED} times the mean, and would be cut below it; give {CROWDED} or more, "
+                "or leave one out"
+            )
         self.top_k = top_k
+        self.capacity_factor = capacity_factor
+        self.dynamic = dynamic
         self.router = nn.Linear(dim, experts, bias=False)
         self.experts = Experts(experts, dim, hidden)
         self.balance_loss: Tensor | None = None
+        self.load: Tensor | None = None
+
+    @property
+    def ordered(self) -> bool:
+        """Whether what becomes of a token depends on those of its example before it."""
+        return self.dynamic or self.capacity_factor is not None
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] → the same shape."""
+        """[..., dim] → the same shape; [examples, tokens, dim] with a capacity or a dynamic router."""
         tokens = x.reshape(-1, x.shape[-1])
         probabilities = self.router(tokens).softmax(-1)
-        weights, chosen = probabilities.topk(self.top_k, -1)
-        weights = weights / weights.sum(-1, keepdim=True)
+        chosen = probabilities.topk(self.top_k, -1).indices
         experts = self.experts.experts
-        places = chosen.flatten()
-        counts = F.one_hot(places, experts).sum(0)
-        order = places.argsort(stable=True)
+        share = F.one_hot(chosen.flatten(), experts).sum(0) / chosen.numel()
+        self.balance_loss = experts * (share * probabilities.mean(0)).sum()
+        most = chosen.numel()
+        places = chosen
+        if self.ordered:
+            chosen, places, most = self._settled(chosen, x)
+        weights = probabilities.gather(-1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True)
+        places = places.flatten()
+        counts = F.one_hot(places, experts + 1).sum(0)
+        self._count(counts)
+        # Those that are dropped come last.
+        order = places.argsort(stable=True)[: _arriving(counts, most)]
         source = order // self.top_k
-        out = self.experts(tokens[source], counts) * weights.flatten()[order].unsqueeze(1)
-        self.balance_loss = experts * (counts / len(places) * probabilities.mean(0)).sum()
+        out = self.experts(tokens[source], counts[:experts]) * weights.flatten()[order].unsqueeze(1)
         return torch.zeros_like(tokens).index_add(0, source, out.to(tokens.dtype)).view_as(x)
+
+    def _settled(self, chosen: Tensor, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        """The choices, where they go (`experts` for the dropped), and how many there can be at most."""
+        if x.dim() != 3:
+            raise TaskError(
+                "MixtureOfExperts with capacity_factor or dynamic takes [examples, tokens, dim], as it "
+                f"counts loads in each example; it was given {list(x.shape)}"
+            )
+        experts = self.experts.experts
+        examples, tokens, _ = x.shape
+        groups = chosen.view(examples, tokens, self.top_k)
+        if self.dynamic:
+            groups = spread(groups, experts)
+        if self.capacity_factor is None:
+            return groups.reshape(-1, self.top_k), groups, groups.numel()
+        capacity = capacity_of(self.capacity_factor, tokens, self.top_k, experts)
+        kept = torch.where(places_at(groups, experts) < capacity, groups, experts)
+        return groups.reshape(-1, self.top_k), kept, min(groups.numel(), examples * experts * capacity)
+
+    def _count(self, counts: Tensor) -> None:
+        """Adds to the step's loads; checkpointed layers count twice, which no share shows."""
+        if self.training and not isinstance(counts, FakeTensor):
+            self.load = counts if self.load is None else self.load + counts
+
+
+def expert_loads(model: nn.Module) -> ExpertLoads:
+    """Of all layers with experts, in the model's order."""
+    layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    return ExpertLoads(layers, [layer.experts.experts for layer in layers])
 
 
 def share_experts(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -122,6 +202,11 @@ def _run(tokens: Tensor, counts: list[int], up: Tensor, gate: Tensor, down: Tens
         for i, rows in enumerate(torch.split(tokens, counts))
     ]
     return torch.cat(parts)
+
+
+def _arriving(counts: Tensor, most: int) -> int:
+    """How many choices go to an expert; as many as can where values are fake."""
+    return most if isinstance(counts, FakeTensor) else int(counts[:-1].sum())
 
 
 def _known(counts: Tensor, total: int) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from roundtable.cluster.parallel.anatomy import Anatomy, repeated_blocks
+from roundtable.cluster.parallel.experts import MixtureOfExperts
 from roundtable.cluster.parallel.forward_trace import Trace
 from roundtable.cluster.parallel.packed_layers import inputs_of_layer, is_dense, outputs_of
 from roundtable.cluster.parallel.split_finder import SplitFinder, is_heads, is_norm
@@ -133,6 +134,10 @@ def find_tensor_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace) -> T
     if styles and anatomy.blocks:
         styles = {**_ends(model, anatomy, order), **styles}
     norms, no_sequence = _norms(model, anatomy, styles, inner, head_norms, traced)
+    if any(isinstance(module, MixtureOfExperts) and module.ordered for module in model.modules()):
+        no_sequence = (
+            "its experts take an example's tokens in their order, and each rank would have a part of them"
+        )
     return TensorParallel(
         styles=styles,
         inner=inner,

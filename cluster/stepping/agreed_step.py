@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.routing import ExpertLoads, ExpertShares
 from roundtable.cluster.parallel.shards import local_of
 from roundtable.cluster.stepping.local_parameters import asks_device, drop_gradients, hand_over
 from roundtable.cluster.stepping.loss_scaling import LossScale
@@ -36,6 +37,7 @@ class AgreedFigures:
     own: tuple[float, ...]
     stop: bool
     due: bool
+    experts: ExpertShares | None = None
 
     @property
     def sound(self) -> bool:
@@ -46,9 +48,13 @@ class AgreedFigures:
 class PendingFigures:
     """A step's figures on their way to the host."""
 
-    def __init__(self, figures: Tensor, losses: Tensor | None, total: int) -> None:
-        """`figures` float64 [5] as reduced; `total` counts the step's examples."""
+    def __init__(
+        self, figures: Tensor, losses: Tensor | None, total: int, loads: ExpertLoads | None = None
+    ) -> None:
+        """`figures` float64 [5, then the experts' loads] as reduced; `total` counts the step's examples."""
         self.total = total
+        self._loads = loads
+        self._counts = len(figures) - _BAD - 1
         own = torch.zeros(0, device=figures.device) if losses is None else losses
         self._values = torch.cat([figures, own.double()])
         self._arrived: torch.cuda.Event | None = None
@@ -63,12 +69,14 @@ class PendingFigures:
         if self._arrived is not None:
             self._arrived.synchronize()
         values = self._values.tolist()
+        own = _BAD + 1 + self._counts
         return AgreedFigures(
             loss=values[_LOSS] / self.total,
             norm=math.inf if values[_BAD] else math.sqrt(values[_SQUARES]),
-            own=tuple(values[_BAD + 1 :]),
+            own=tuple(values[own:]),
             stop=bool(values[_STOP]),
             due=bool(values[_DUE]),
+            experts=None if self._loads is None else self._loads.shares(values[_BAD + 1 : own]),
         )
 
 
@@ -85,8 +93,12 @@ class AgreedStep:
         max_norm: float | None = None,
         correction: Callable[[], None] | None = None,
         scale: LossScale | None = None,
+        loads: ExpertLoads | None = None,
     ) -> None:
-        """`correction` is done to unscaled gradients, before clipping; `scale` is that of the losses."""
+        """`correction` is done to unscaled gradients, before clipping; `scale` is that of the losses.
+
+        `loads`, of the same experts on all ranks, are told with each step's figures.
+        """
         self._optimizer = optimizer
         self._parameters = parameters
         self._owned = [each for each in parameters if meshes.owns(each, within=meshes.apart)]
@@ -95,6 +107,7 @@ class AgreedStep:
         self._max_norm = max_norm
         self._correction = correction
         self._scale = scale
+        self._loads = loads
 
     @property
     def lags(self) -> bool:
@@ -123,7 +136,7 @@ class AgreedStep:
         self._figures = self._reduced(losses, sizes, wishes)
         if self._max_norm is not None:
             clip(self._parameters, self._figures[_SQUARES].sqrt(), self._max_norm)
-        return PendingFigures(self._figures, losses, total)
+        return PendingFigures(self._figures, losses, total, self._loads)
 
     def clear(self) -> None:
         """Forgets the gradients, before the next step's."""
@@ -148,6 +161,8 @@ class AgreedStep:
         else:
             figures[_SQUARES] = squares
         figures[_BAD] = (~torch.isfinite(squares + figures[_LOSS])).double()
+        if self._loads is not None:
+            figures = torch.cat([figures, self._loads.take(self._device)])
         dist.all_reduce(figures)
         if self._meshes.apart:
             figures[_SQUARES] = squares

@@ -126,7 +126,8 @@ def whole_job(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **{name: last[name] for name in ("memory_limit", "ranks", "plan", "strategy")},
     }
     for name in FIGURES:
-        parts = [(report["steps"], report[name]) for report in reports if report[name] is not None]
+        # Reports that an earlier version kept lack later figures.
+        parts = [(report["steps"], report[name]) for report in reports if report.get(name) is not None]
         found[name] = _together(parts) if parts else None
     return found
 

@@ -20,6 +20,7 @@ from roundtable.client.training.metrics import Counts, Metrics, add, checked
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.sgd import RoundSchedule
 from roundtable.cluster.parallel.apply_strategy import set_products
+from roundtable.cluster.parallel.experts import expert_loads
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import Places, finite, local_of
 from roundtable.cluster.parallel.shared_batch_norm import batch_norms, refuse_parts
@@ -232,6 +233,8 @@ class RankTrainer:
             max_norm=self.job.algorithm.max_gradient_norm,
             correction=self._correction,
             scale=self.scale,
+            # Stages have experts that others do not.
+            loads=expert_loads(self.replica.model) if self.strategy.mesh.pp == 1 else None,
         )
 
     def _saved_by_first(self, save: Callable[[int], None]) -> Callable[[int], None]:

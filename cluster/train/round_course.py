@@ -88,6 +88,7 @@ class RoundCourse:
             waiting=times.arrived - times.ended,
             memory=0,
             skipped=done.skipped,
+            experts=found.experts,
         )
         self.watch(self.report(report))
         step = times.step

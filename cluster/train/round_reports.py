@@ -18,6 +18,7 @@ import torch.distributed as dist
 from roundtable.client.durable_files import append_synced, replace_synced
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.worker_order import Order
+from roundtable.cluster.parallel.routing import ExpertShares
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.text_collectives import gather_text
 
@@ -31,7 +32,8 @@ class StepReport:
     `memory` is the most bytes that this rank's device held so far; on a CPU, that its process did. `tokens`
     of the step's examples, 0 where they are none. `utilisation` is the share of all devices' peak that the
     model's own operations came to; None where the peak is not known. `skipped` counts the round's steps so
-    far that were not taken, as float16 overflowed: their `norm` is infinite.
+    far that were not taken, as float16 overflowed: their `norm` is infinite. `experts` is None where the
+    model has none, or a pipeline shares its layers out.
     """
 
     step: int
@@ -47,6 +49,7 @@ class StepReport:
     communicating: float | None = None
     utilisation: float | None = None
     skipped: int = 0
+    experts: ExpertShares | None = None
 
 
 @dataclass
@@ -78,7 +81,10 @@ class Spread:
 REPORTS = "rounds"
 _ROUNDS_KEPT = 1000
 _JOBS_KEPT = 100
-FIGURES = ("seconds", "communicating", "waiting", "utilisation", "tokens_per_second", "examples_per_second")
+FIGURES = (
+    *("seconds", "communicating", "waiting", "utilisation", "tokens_per_second", "examples_per_second"),
+    *("expert_least", "expert_mean", "expert_most"),
+)
 """What a round's report has a `Spread` of."""
 
 
@@ -108,6 +114,9 @@ class RoundFigures:
             "utilisation": step.utilisation,
             "tokens_per_second": step.tokens * speed if step.tokens else None,
             "examples_per_second": step.examples * speed if step.examples else None,
+            "expert_least": None if step.experts is None else step.experts.least,
+            "expert_mean": None if step.experts is None else step.experts.mean,
+            "expert_most": None if step.experts is None else step.experts.most,
         }.items():
             if value is not None:
                 self.spreads[name].add(value)

@@ -77,10 +77,11 @@ class Transformer(nn.Module):
         length: int = 16,
         tied: bool = False,
         block: type[nn.Module] = Block,
+        rule: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, dim)
-        self.blocks = nn.ModuleList(block(dim, heads, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(block(dim, heads, hidden, **(rule or {})) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocabulary, bias=False)
         if tied:
@@ -113,6 +114,14 @@ class Mixture(nn.Module):
         """[batch, sequence, dim] → the same shape."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.moe(self.ffn_norm(x))
+
+
+class Limited(Mixture):
+    """A mixture with a rule for experts that have too many tokens."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, **rule: Any) -> None:
+        super().__init__(dim, heads, hidden)
+        self.moe = MixtureOfExperts(dim, hidden, experts=4, **(rule or {"capacity_factor": 1.0}))
 
 
 class Layer(nn.Module):

@@ -217,6 +217,7 @@ def report(context: click.Context, job: str, last: int, as_json: bool) -> None:
         "memory",
         "examples/s",
         "of peak",
+        "experts",
     )
     rows = [_row(str(each["round"]), each) for each in reports[-last:]]
     print_table(names, [*rows, _row("job", whole)], "")
@@ -231,7 +232,9 @@ def _row(name: str, report: dict[str, Any]) -> tuple[str, ...]:
     whole = max(seconds["mean"], 1e-9)
 
     def mean(name: str, form: str, over: float = 1.0) -> str:
-        return format(report[name]["mean"] / over, form) if report[name] is not None else "-"
+        return format(report[name]["mean"] / over, form) if report.get(name) is not None else "-"
+
+    experts = [mean(f"expert_{name}", ".1%") for name in ("least", "mean", "most")]
 
     return (
         name,
@@ -243,6 +246,7 @@ def _row(name: str, report: dict[str, Any]) -> tuple[str, ...]:
         format_bytes(report["memory"]),
         mean("examples_per_second", ",.1f"),
         mean("utilisation", ".0%"),
+        "-" if "-" in experts else f"{experts[0]} to {experts[2]}, mean {experts[1]}",
     )
 
 

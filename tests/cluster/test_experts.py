@@ -1,0 +1,144 @@
+"""Experts with a capacity and a dynamic router: against one token after another, and over ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from cluster_cases import Case, adam, fit_and_report, run_cases
+from cluster_models import Language, Limited, Mixture
+from cluster_plans import STEPS, plan
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import nn
+
+from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.parallel.experts import MixtureOfExperts
+from roundtable.cluster.parallel.routing import places_at, spread
+from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.planner import make_plan
+from roundtable.cluster.plan.resources import Resources
+from roundtable.core import JobConfig
+from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.task import Site
+
+
+def one_by_one(choices: list[list[int]], experts: int) -> list[list[int]]:
+    """The dynamic router of one example as its sentence says it, without a tensor."""
+    tokens, top_k = len(choices), len(choices[0])
+    mean = tokens * top_k / experts
+    limit = max(math.ceil(mean), int(1.5 * mean))
+    load = [sum(choice.count(expert) for choice in choices) for expert in range(experts)]
+    here, found = [0] * experts, [list(choice) for choice in choices]
+    filled = [min(count, limit) for count in load]
+    for turn in range(top_k):
+        for token in range(tokens):
+            expert = choices[token][turn]
+            here[expert] += 1
+            if here[expert] > limit:
+                other = min(range(experts), key=lambda each: (filled[each], each))
+                filled[other] += 1
+                if other not in choices[token] and other not in found[token][:turn]:
+                    found[token][turn] = other
+    return found
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> tuple[int, list[list[list[int]]]]:
+    experts = draw(st.integers(2, 6))
+    top_k = draw(st.integers(1, experts - 1))
+    tokens, examples = draw(st.integers(1, 9)), draw(st.integers(1, 3))
+    # Few first choices, so that some experts are crowded.
+    orders = st.sampled_from([list(range(experts)), list(range(experts))[::-1], [1, 0, *range(2, experts)]])
+    token = orders.map(lambda order: order[:top_k])
+    example = st.lists(token, min_size=tokens, max_size=tokens)
+    return experts, draw(st.lists(example, min_size=examples, max_size=examples))
+
+
+@given(choices())
+def test_choices_go_as_one_by_one(drawn: tuple[int, list[list[list[int]]]]) -> None:
+    experts, chosen = drawn
+    found = spread(torch.tensor(chosen), experts)
+    assert found.tolist() == [one_by_one(example, experts) for example in chosen]
+    places = places_at(found, experts)
+    for example, place in zip(found, places, strict=True):
+        for expert in range(experts):
+            # By choice and then by token.
+            there = place.T[expert == example.T].tolist()
+            assert there == list(range(len(there)))
+
+
+def test_what_is_over_capacity_adds_nothing_and_earlier_tokens_stay() -> None:
+    torch.manual_seed(1)
+    free = MixtureOfExperts(4, 8, 4, top_k=1)
+    cut = MixtureOfExperts(4, 8, 4, top_k=1, capacity_factor=1.0)
+    cut.load_state_dict(free.state_dict())
+    with torch.no_grad():
+        # All tokens choose the first expert, whose capacity is 8 / 4.
+        free.router.weight.zero_()[0] = 1.0
+        cut.router.weight.copy_(free.router.weight)
+        x = torch.rand(3, 8, 4)
+        assert torch.allclose(cut(x)[:, :2], free(x)[:, :2], atol=1e-6)
+        assert (cut(x)[:, 2:] == 0).all()
+    assert cut.load is not None
+    assert cut.load.tolist() == [12, 0, 0, 0, 36]
+
+
+RULES = {"capacity": {"capacity_factor": 0.5}, "dynamic": {"dynamic": True}}
+
+
+def test_ranks_drop_and_send_what_one_process_does(tmp_path: Path) -> None:
+    cases = [
+        Case(f"{rule} {name}", strategy, adam(block=Limited, rule=options), STEPS)
+        for rule, options in RULES.items()
+        for name, strategy in {
+            "ep": plan("zero3", fsdp=4, ep=2, micro=1),
+            "ep whole": plan("zero2", fsdp=4, ep=4),
+            "tp": plan("zero2", fsdp=2, tp=2, sequence_parallel=False),
+            "pp": plan("zero2", pp=2, fsdp=2),
+            "checkpointed": plan("zero3", dp=2, fsdp=2, checkpointing="every"),
+        }.items()
+    ]
+    for results in run_ranks(run_cases, 4, cases, tmp_path):
+        for name, found in results.items():
+            assert found["weights"] < 1e-10, (name, found)
+            assert found["loss"] < 1e-10, (name, found)
+            assert found["evaluated"] < 1e-5, (name, found)
+
+
+def test_a_step_tells_what_its_experts_got() -> None:
+    model = {"block": Limited, "rule": RULES["capacity"]}
+    cases = [Case("c", strategy, adam(**model), STEPS) for strategy in (plan(), plan("zero3", fsdp=2, ep=2))]
+    alone = [report["experts"] for report in run_ranks(fit_and_report, 1, cases[0], 0.0)[0]]
+    for reports in run_ranks(fit_and_report, 2, cases[1], 0.0):
+        for report, expected in zip(reports, alone, strict=True):
+            assert report["experts"] == pytest.approx(expected)
+    assert all(0 < each["least"] < each["mean"] < each["most"] <= 0.125 + 1e-9 for each in alone)
+
+
+def test_rules_that_do_not_go_together_are_refused() -> None:
+    for options, said in [
+        ({"capacity_factor": 0.0}, "capacity_factor = 0.0"),
+        ({"dynamic": True, "capacity_factor": 1.25}, "give 1.5 or more"),
+        ({"dynamic": True, "top_k": 4}, "no expert is left"),
+        ({"top_k": 5}, "give 1 to 4"),
+    ]:
+        with pytest.raises(TaskError, match=said):
+            MixtureOfExperts(4, 8, 4, **options)
+    with pytest.raises(TaskError, match=r"\[8, 4\]"):
+        MixtureOfExperts(4, 8, 4, dynamic=True)(torch.rand(8, 4))
+
+
+@pytest.mark.parametrize("kind", [Limited, Mixture])
+def test_tokens_that_need_their_order_are_not_shared_out(kind: type[nn.Module]) -> None:
+    task = Language(block=kind)
+    data, _ = task.data(Site("silo"))
+    probe = probe_model(task, example_batch(data), device="cpu")
+    table = ClusterTable.model_validate({"strategy": {"tp": 2, "sequence_parallel": True}})
+    assert probe.tensor_parallel.no_sequence.startswith("its experts take") == (kind is Limited)
+    if kind is Limited:
+        with pytest.raises(ConfigError, match="its experts take an example's tokens in their order"):
+            make_plan(probe, Resources(1, 2, 1 << 40, "cpu"), JobConfig.model_validate({"task": "t"}), table)
