@@ -39,7 +39,7 @@ def test_a_plan_is_printed_with_its_reasons(job: Path, capsys: pytest.CaptureFix
     assert run(["client", "plan", str(job), "--world", "4", "--memory", "1GiB"]) == 0
     said = capsys.readouterr().out
     assert "18,696 parameters on 4 cuda devices with 1.00 GiB each" in said
-    assert "dp4, DDP, micro-batch 4, float32" in said
+    assert "dp4, DDP, micro-batch 4, bfloat16" in said
     assert "fits" in said
 
 

@@ -74,6 +74,7 @@ def test_bubbles_are_those_of_the_papers() -> None:
     assert even.bubble_share == pytest.approx(7 / (64 + 7))
 
 
+@pytest.mark.slow
 def test_eight_billion_on_one_node_are_sharded_over_it() -> None:
     plan = planned("8B", Resources(1, 8, 80 << 30), 32)
     strategy = plan.strategy
