@@ -229,7 +229,7 @@ def test_the_tally_at_its_limit_does_not_overflow() -> None:
         assert int(row.max()) * capacity < 1 << ring_bits
         counters, _ = tally.decode(row.astype(np.uint64) * np.uint64(capacity), capacity)
         assert counters["examples"] == capacity * ((1 << 40) - 1)
-    with pytest.raises(PrivacyError, match="no room for a sum of 128"):
+    with pytest.raises(PrivacyError, match="cannot hold a sum of 128"):
         Tally(8, 128)
 
 
