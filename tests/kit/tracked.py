@@ -72,9 +72,7 @@ def allocated(task: Task, strategy: Strategy, probe: ModelProbe, micro_batches: 
             return {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
 
 
-def _allocate(
-    module: nn.Module, device: torch.device, *, buffers: torch.device | None = None
-) -> None:
+def _allocate(module: nn.Module, device: torch.device, *, buffers: torch.device | None = None) -> None:
     """As `empty.allocate`: a module of fake tensors cannot exchange its own."""
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
