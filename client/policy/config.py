@@ -198,7 +198,9 @@ class AgentConfig:
 
     def rules(self) -> Rules:
         """The silo's rules, with its tasks and folder."""
-        return Rules(self.policy, self.tasks, self.task_tables, self.folder)
+        return Rules(
+            self.policy, self.tasks, self.task_tables, self.folder, on_cluster=self.cluster is not None
+        )
 
     def reference_of(self, task: str) -> str | None:
         """The silo's own code for a job's task; None if the silo does not offer it.

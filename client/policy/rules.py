@@ -16,6 +16,7 @@ from roundtable.client.policy.policy_table import PolicyTable, TaskTable, hours_
 from roundtable.client.policy.privacy_rules import privacy_objections
 from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.core.config import JobConfig
+from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import TaskError
 from roundtable.core.identity.signing import VOUCHED_FOR
 from roundtable.core.privacy_table import ExampleLevel, hides_figures
@@ -31,6 +32,8 @@ class Rules:
     references: Mapping[str, str]
     tables: Mapping[str, TaskTable] = field(default_factory=dict)
     folder: Path = field(default_factory=Path.cwd)
+    on_cluster: bool = False
+    """Whether the silo trains on its [cluster], whose ranks write their own parts of an update."""
 
     def objections(self, job: JobConfig, submitter: str | None, now: datetime) -> list[str]:
         """The reasons for which this silo does not take part in the job; empty if it does.
@@ -42,6 +45,7 @@ class Rules:
             *self.to_task(job),
             *self._to_submitter(submitter),
             *self._to_size(job),
+            *self._to_encoding(job),
             *privacy_objections(self.policy, job),
             *self._to_time(now),
         ]
@@ -131,6 +135,20 @@ class Rules:
         for name, wanted, most in wishes:
             if wanted is not None and most is not None and wanted > most:
                 yield f"the job asks for {name} = {wanted}, and this silo allows {most} ([policy] {name})"
+
+    def _to_encoding(self, job: JobConfig) -> Iterator[str]:
+        if not self.on_cluster:
+            return
+        if get_encoding(job.transfer.up).dense_dtype is None:
+            yield (
+                f"the job's updates travel as {job.transfer.up!r} ([transfer] up), and the ranks of a "
+                "[cluster] write float32, bfloat16 or float16"
+            )
+        elif job.transfer.remembers:
+            yield (
+                "the job's updates have error feedback ([transfer] feedback), which the ranks of a [cluster] "
+                "do not keep"
+            )
 
     def _to_time(self, now: datetime) -> Iterator[str]:
         if self.policy.hours is None:

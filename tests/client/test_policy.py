@@ -25,6 +25,7 @@ from roundtable.client.door.incoming import (
 )
 from roundtable.client.door.outgoing import ProgressFigures, UpdateFigures
 from roundtable.client.failures import WorkFailed
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.guarantees import guarantees
 from roundtable.client.policy.known_jobs import KnownJobs
@@ -263,6 +264,25 @@ def test_no_count_leaves_with_the_progress_of_private_work(silo: AgentConfig, ac
     assert gate.trained(job(EXAMPLE + activity), 7, {"loss": (3.5, 7)}).value == UpdateFigures(1)
     closed = gatekeeper(replace(silo, policy=PolicyTable(metrics="none")))
     assert closed.working(job(), seen) is None
+
+
+@pytest.mark.parametrize(
+    ("transfer", "reason"),
+    [
+        ('up = "int4(block=64)"', "the ranks of a [cluster] write float32"),
+        ('up = "topk(ratio=0.05) | int8"', "the ranks of a [cluster] write float32"),
+        ('up = "bfloat16"\nfeedback = "on"', "the ranks of a [cluster] do not keep"),
+        ('up = "bfloat16"', ""),
+        ('up = "float16"', ""),
+    ],
+)
+def test_a_cluster_refuses_what_its_ranks_cannot_write_before_it_trains(
+    silo: AgentConfig, transfer: str, reason: str
+) -> None:
+    wanted = job(f"[transfer]\n{transfer}")
+    found = replace(silo, cluster=ClusterTable()).rules().objections(wanted, None, NOON)
+    assert [reason in objection for objection in found] == [True] * bool(reason)
+    assert silo.rules().objections(wanted, None, NOON) == []
 
 
 def test_a_changed_job_is_refused_under_its_old_name(silo: AgentConfig) -> None:
