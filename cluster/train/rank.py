@@ -60,7 +60,7 @@ def main() -> None:
     try:
         _serve(folder, rank)
     except Exception as error:  # noqa: BLE001 - a task may raise anything, and the agent must hear of it
-        leave_report(folder, rank, _explained(error))
+        leave_report(folder, rank, explained(error))
         # Peers wait in collectives that will never end; the launcher ends them once one rank is gone.
         os._exit(1)
 
@@ -171,12 +171,14 @@ def check_versions(control: dist.ProcessGroup) -> None:
         )
 
 
-def _explained(error: Exception) -> Exception:
+def explained(error: Exception) -> Exception:
     """The error, or WorkFailed in its place where it only shows that another rank is gone."""
     if not isinstance(error, (RuntimeError, dist.DistError)):
         return error
     fault = device_fault(str(error))
-    if (fault is None or fault.kind == "node_failure") and _PEERS.search(str(error)):
+    # The store and the network speak in sentences of many libraries; no task raises their classes.
+    apart = isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) or _PEERS.search(str(error))
+    if (fault is None or fault.kind == "node_failure") and apart:
         first = str(error).splitlines()[0][:200]
         lost = WorkFailed("node_failure", f"a rank lost contact with the others: {first}")
         lost.__cause__ = error
