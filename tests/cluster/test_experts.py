@@ -16,10 +16,10 @@ from ranks import run_ranks
 from torch import nn
 
 from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.choice.planner import make_plan
 from roundtable.cluster.parallel.experts import MixtureOfExperts
 from roundtable.cluster.parallel.routing import places_at, spread
 from roundtable.cluster.plan.model_probe import example_batch, probe_model
-from roundtable.cluster.choice.planner import make_plan
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError, TaskError
