@@ -39,15 +39,21 @@ from roundtable.core.errors import RoundtableError, TaskError
 from roundtable.core.task import Task, initial_state
 
 _DEGREES = (2, 4, 8, 16)
+NOT_STREAMED = (
+    "the training data are a stream, whose ranks have as many examples of a step as it brings, and the "
+    "micro-batches of a pipeline have one size"
+)
 _VALUES = "the model or its loss cannot run on tensors without values, so no part of it could be tried"
 
 
-def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool = False) -> ModelProbe:
-    """Traces the task on one real batch, on fake tensors where it can run on them, else on real ones.
+def probe_model(task: Task, data: Any, *, device: str = "cuda", bfloat16: bool = False) -> ModelProbe:
+    """Traces the task on the first training examples, on fake tensors where it can run on them, else on real.
 
+    `data` are the training data: streamed ones say by their kind what no plan may do with them.
     Raises TaskError with what the task raises, and NotTraceable where it needs values of a model that is too
     large for this machine's memory.
     """
+    batch = example_batch(data)
     try:
         mode, model, traced = _traced(task, batch, bfloat16)
     except RoundtableError:
@@ -69,7 +75,7 @@ def probe_model(task: Task, batch: Any, *, device: str = "cuda", bfloat16: bool 
             degree: _VALUES if mode is None else cannot_split(task, plan, batch, degree, anatomy, traced)
             for degree in _DEGREES
         },
-        cannot_pipeline=_VALUES if mode is None else cannot_pipeline(task, anatomy, batch),
+        cannot_pipeline=_no_pipeline(task, anatomy, data, batch, real=mode is None),
         cannot_run=cannot_run(task, anatomy, batch) if mode is not None else _VALUES,
         half=in_half(task, batch) if bfloat16 and mode is not None else None,
         gloo=device == "cpu",
@@ -207,6 +213,13 @@ def _cannot_draw(whole: Trace, part: Trace) -> str:
                 "the order of its layers does not tell; draw right after the layer that makes the tensor"
             )
     return ""
+
+
+def _no_pipeline(task: Task, anatomy: Anatomy, data: Any, batch: Any, *, real: bool) -> str:
+    """Why neither the data nor the model can go through stages; `real`: it had to run on tensors' values."""
+    if count_examples(data) is None:
+        return NOT_STREAMED
+    return _VALUES if real else cannot_pipeline(task, anatomy, batch)
 
 
 def cannot_pipeline(task: Task, anatomy: Anatomy, batch: Any) -> str:

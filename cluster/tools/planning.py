@@ -13,7 +13,7 @@ from roundtable.client.training.local_training import split_data
 from roundtable.cluster.choice.planner import ClusterPlan, make_plan
 from roundtable.cluster.plan.device_peaks import known_names, published
 from roundtable.cluster.plan.links import Links, read_links
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.replica_composition import check_replicas
 from roundtable.cluster.plan.resources import Resources, allowed_resources
@@ -97,5 +97,5 @@ def plan_task(
     if table.elastic == "replica":
         check_replicas(task, job, data, precision)
     half = precision in ("bfloat16", "float16")
-    probe = probe_model(task, example_batch(data), device=resources.device, bfloat16=half)
+    probe = probe_model(task, data, device=resources.device, bfloat16=half)
     return replace(make_plan(probe, resources, job, table, links), links=links)

@@ -17,7 +17,7 @@ from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.text_collectives import broadcast_text
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.memory_estimate import ModelProbe, estimate
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.orders import Advice
@@ -38,7 +38,7 @@ def plan_together(
 ) -> tuple[Strategy, TensorParallel | None]:
     """(strategy, layers that are split), the same on all ranks; `folder` has the advice. Collective."""
     half = settled(table, resources, job)[0].precision in ("bfloat16", "float16")
-    probe = probe_model(task, example_batch(data), device=resources.device, bfloat16=half)
+    probe = probe_model(task, data, device=resources.device, bfloat16=half)
     text = ""
     if dist.get_rank() == 0:
         halvings = Advice.read(folder).halvings

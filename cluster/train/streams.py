@@ -17,6 +17,7 @@ from roundtable.client.streams.tar_shards import TarShards
 from roundtable.client.training.batches import steps_of_stream
 from roundtable.client.training.loaders import base_of, check_loader, collate_of
 from roundtable.cluster.parallel.text_collectives import gather_text
+from roundtable.cluster.plan.model_probe import NOT_STREAMED
 from roundtable.cluster.train.shared_batches import Share, Sharing
 from roundtable.core.errors import TaskError
 
@@ -45,7 +46,7 @@ class StreamedBatches:
         check_loader(dataset, batch_size)
         self.steps = steps_of_stream(base_of(dataset), steps)
         if sharing.pipeline > 1:
-            raise TaskError("a pipeline needs a map-style data set: its micro-batches have one size")
+            raise TaskError(f"no pipeline: {NOT_STREAMED}")
         self._dataset = dataset
         self._sharing = sharing
         self._batch_size = batch_size

@@ -35,7 +35,7 @@ from torch import nn
 
 from roundtable.cli.main import run
 from roundtable.cluster.parallel.split_check import LayerSplit, between, wrong_split
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.train.pretrained_weights import pretrained_weights
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Site
@@ -181,7 +181,7 @@ def test_a_tasks_own_plan_names_layers_that_are_there() -> None:
     task.tensor_parallel = lambda model: {"0": "column", "9": "row"}
     data, _ = task.data(Site("silo"))
     with pytest.raises(TaskError, match="'9': 'row', and '9' is not a layer of the model"):
-        probe_model(task, example_batch(data), device="cpu")
+        probe_model(task, data, device="cpu")
 
 
 def test_files_of_a_library_are_read_by_the_names_that_its_model_has(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_split_and_zero1_are_refused_together() -> None:
 
 def test_a_model_that_looks_at_values_is_traced_with_values() -> None:
     data, _ = GivenTable(Looking).data(Site("silo"))
-    probe = probe_model(GivenTable(Looking), example_batch(data), device="cpu")
+    probe = probe_model(GivenTable(Looking), data, device="cpu")
     assert probe.trace.kept
     assert all("without values" in reason for reason in probe.cannot_split.values())
     assert "without values" in probe.cannot_pipeline
@@ -225,7 +225,7 @@ def test_a_model_that_does_not_run_is_a_sentence() -> None:
     with pytest.raises(
         TaskError, match=r"does not run on the first training examples: RuntimeError: .*line \d+"
     ):
-        probe_model(task, example_batch(data), device="cpu")
+        probe_model(task, data, device="cpu")
 
 
 def test_a_loss_that_calls_parts_of_the_model_is_not_shared_out() -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.choice.planner import make_plan
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, SharedBatchNorm, share_batch_norms
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError, TaskError
@@ -112,7 +112,7 @@ class Instances(Transformer):
 
 def planned(strategy: dict[str, Any], kind: type[nn.Module] = Normed, batch_size: int = 8) -> Any:
     task = Language(kind=kind)
-    probe = probe_model(task, example_batch(task.data(Site("silo"))[0]), device="cpu")
+    probe = probe_model(task, task.data(Site("silo"))[0], device="cpu")
     table = ClusterTable.model_validate({"strategy": strategy})
     job = JobConfig.model_validate({"task": "t", "algorithm": {"batch_size": batch_size}})
     return make_plan(probe, Resources(1, 4, 1 << 30, "cpu"), job, table).strategy

@@ -123,7 +123,7 @@ def test_what_a_stream_needs(tmp_path: Path) -> None:
     dataset, seed = TarShards(write_shards(tmp_path, [4]), number), StreamSeed(5, "silo")
     with pytest.raises(TaskError, match="set \\[algorithm\\] steps"):
         StreamedBatches(dataset, Sharing(0, 1, 1), batch_size=2, steps=None, seed=seed)
-    with pytest.raises(TaskError, match="a pipeline needs a map-style data set"):
+    with pytest.raises(TaskError, match="no pipeline: the training data are a stream"):
         StreamedBatches(dataset, Sharing(0, 1, 1, pipeline=2), batch_size=2, steps=1, seed=seed)
 
 

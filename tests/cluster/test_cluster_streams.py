@@ -36,7 +36,7 @@ def silo_of(folder: Path, lanes: int, **options: object) -> Silo:
 @pytest.mark.parametrize("lanes", [1, 3])
 async def test_rounds_over_a_stream_equal_one_process(lanes: int, tmp_path: Path) -> None:
     """With one lane both ranks share its records, with three one rank has two."""
-    silo = silo_of(tmp_path, lanes, table={"strategy": {"pp": 1}})
+    silo = silo_of(tmp_path, lanes)
     local: dict[str, torch.Tensor] = {}
     async with silo.trainer() as trainer:
         for round in (1, 2, 3):

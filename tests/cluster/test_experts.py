@@ -19,7 +19,7 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.choice.planner import make_plan
 from roundtable.cluster.parallel.experts import MixtureOfExperts
 from roundtable.cluster.parallel.routing import places_at, spread
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError, TaskError
@@ -136,7 +136,7 @@ def test_rules_that_do_not_go_together_are_refused() -> None:
 def test_tokens_that_need_their_order_are_not_shared_out(kind: type[nn.Module]) -> None:
     task = Language(block=kind)
     data, _ = task.data(Site("silo"))
-    probe = probe_model(task, example_batch(data), device="cpu")
+    probe = probe_model(task, data, device="cpu")
     table = ClusterTable.model_validate({"strategy": {"tp": 2, "sequence_parallel": True}})
     assert probe.tensor_parallel.no_sequence.startswith("its experts take") == (kind is Limited)
     if kind is Limited:

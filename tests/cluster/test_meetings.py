@@ -13,14 +13,14 @@ from roundtable.cluster.choice.planner import ClusterPlan, make_plan
 from roundtable.cluster.parallel.strategy import Mesh
 from roundtable.cluster.plan.diloco_plan import costs
 from roundtable.cluster.plan.links import Links
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError
 from roundtable.core.task import Site
 
 TASK = WithAdam(dim=128, layers=4, heads=4, hidden=512, vocabulary=2000, length=64)
-SMALL = probe_model(TASK, example_batch(TASK.data(Site("silo"))[0]), device="cpu")
+SMALL = probe_model(TASK, TASK.data(Site("silo"))[0], device="cpu")
 # A step of 8 examples on four devices that do 1e9 products a second takes FLOPS / 250e6 s.
 BATCH, PRODUCTS = 8, 1e9
 FLOPS = 1e8

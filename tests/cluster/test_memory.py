@@ -14,7 +14,7 @@ from tracked import allocated
 
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.memory_estimate import ModelProbe, estimate
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.core.task import Site
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def looked_over(name: str) -> tuple[WithAdam, ModelProbe]:
     task = WithAdam(examples=8, **MODELS[name])
     data, _ = task.data(Site("silo"))
     # The tracker's collectives do nothing, and so copy nothing.
-    return task, replace(probe_model(task, example_batch(data), device="cpu"), gloo=False)
+    return task, replace(probe_model(task, data, device="cpu"), gloo=False)
 
 
 def ratio(name: str, strategy: Strategy, micro_batches: int = 1) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from cluster_models import Block, FeedForward, Language, Mixture, Noisy, Transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import IterableDataset
 
 from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
 from roundtable.cluster.choice.planner import make_plan
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
 from roundtable.cluster.plan.links import Links
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.group_plan import lightened
 from roundtable.core import JobConfig, Task
@@ -84,10 +86,26 @@ class LateBlock(Block):
 
 def looked_over(task: Task) -> Any:
     data, _ = task.data(Site("silo"))
-    return probe_model(task, example_batch(data), device="cpu")
+    return probe_model(task, data, device="cpu")
 
 
 SMALL = looked_over(Small())
+
+
+class Passing(IterableDataset[Any]):
+    """The examples of Small, one after another."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the parts of an example."""
+        return zip(*Small().data(Site("silo"))[0], strict=True)
+
+
+class Streamed(Small):
+    """Small, with data that can only be read on."""
+
+    def data(self, site: Site) -> Any:
+        """A stream, and no test data."""
+        return Passing(), None
 
 
 NONE = {"level": "none"}
@@ -119,6 +137,24 @@ def test_without_figures_the_plainest_that_fits_and_is_not_much_slower_is_taken(
     assert plan.estimate.peak <= 0.9 * parse_bytes(memory)
     assert plan.micro_batches * plan.strategy.micro_batch * plan.strategy.mesh.data >= 8
     assert "fits" in plan.reasons[-1]
+
+
+def test_streamed_data_go_through_no_pipeline() -> None:
+    def stages(found: Any, **hand: Any) -> tuple[set[int], str]:
+        plan = planned(4, "2GiB", found=found, **hand)
+        return {row.strategy.mesh.pp > 1 for row in plan.considered}, " ".join(plan.reasons)
+
+    streamed = looked_over(Streamed())
+    piped, said = stages(streamed)
+    assert piped == {False}
+    assert "no pipeline: the training data are a stream" in said
+    piped, said = stages(SMALL)
+    assert piped == {False, True}
+    assert "a stream" not in said
+    with pytest.raises(
+        ConfigError, match=r"no plan is possible .* no pipeline: the training data are a stream"
+    ):
+        stages(streamed, pp=2)
 
 
 def test_a_plan_that_ran_out_of_memory_gives_way_to_the_next() -> None:

@@ -18,7 +18,7 @@ from roundtable.cluster.choice.step_time import StepTime, bubbles, step_time
 from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
 from roundtable.cluster.plan.memory_estimate import ModelProbe
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
 from roundtable.core.errors import ResourceError
@@ -49,7 +49,7 @@ class Large(Language):
 @cache
 def probe(name: str) -> ModelProbe:
     task = Large(examples=4, **SIZES[name])
-    return probe_model(task, example_batch(task.data(Site("s"))[0]), device="cuda", bfloat16=True)
+    return probe_model(task, task.data(Site("s"))[0], device="cuda", bfloat16=True)
 
 
 def planned(name: str, resources: Resources, batch: int, **hand: Any) -> ClusterPlan:

@@ -22,7 +22,7 @@ from roundtable.cluster.parallel.packed_layers import part_of, unpacked_name
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.plan.memory_estimate import ModelProbe
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import RoundProgress
@@ -77,7 +77,7 @@ def job_of(architecture: str) -> JobConfig:
 def probe_of(architecture: str) -> ModelProbe:
     task, _ = ARCHITECTURES[architecture]
     data, _ = task.data(Site("silo"))
-    return probe_model(task, example_batch(data), device="cpu")
+    return probe_model(task, data, device="cpu")
 
 
 def planned(architecture: str, probe: ModelProbe, name: str) -> PlannedCell | str:

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.memory_estimate import estimate
-from roundtable.cluster.plan.model_probe import example_batch, probe_model
+from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import RoundProgress
 from roundtable.core import JobConfig, Layout
@@ -65,7 +65,7 @@ def _measure(model: str, strategy: Strategy, count: int) -> Measured:
     job = JobConfig.model_validate({"task": "t", "seed": 7, "algorithm": table})
     data, _ = task.data(Site("silo"))
     half = strategy.precision == "bfloat16"
-    probe = probe_model(task, example_batch(data), device="cpu", bfloat16=half)
+    probe = probe_model(task, data, device="cpu", bfloat16=half)
     whole = initial_state(task, job.seed)
     layout = Layout.of(whole)
     start = layout.flatten(whole).clone()
@@ -90,7 +90,7 @@ def measure_device(model: str, strategy: Strategy, count: int, device: torch.dev
     job = JobConfig.model_validate({"task": "t", "seed": 7, "algorithm": table})
     data, _ = task.data(Site("silo"))
     half = strategy.precision == "bfloat16"
-    probe = probe_model(task, example_batch(data), device="cuda", bfloat16=half)
+    probe = probe_model(task, data, device="cuda", bfloat16=half)
     whole = initial_state(task, job.seed)
     layout = Layout.of(whole)
     gc.collect()
