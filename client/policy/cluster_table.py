@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
 
+from roundtable.client.policy.gradient_reduction import canonical_reduction
 from roundtable.core.errors import ConfigError
 from roundtable.core.quantities import parse_size
 from roundtable.core.toml_tables import Names, Seconds, Table
@@ -91,8 +92,10 @@ class StrategyTable(Table):
         None, description="budget: what activations may take: a size, or below 1 a share of a device's memory"
     )
     offload: bool | None = Field(None, description="parameters and optimizer wait in CPU memory")
-    reduction: Literal["exact", "bfloat16", "powersgd", "topk"] | None = Field(
-        None, description="how DDP's gradients travel"
+    reduction: Annotated[str, AfterValidator(canonical_reduction)] | None = Field(
+        None,
+        description='how gradients travel: exact, bfloat16, "powersgd(rank=4)", or an encoding of '
+        '[transfer], such as "topk(ratio=0.05) | int8"',
     )
     batch_norm: Literal["synchronised", "local"] | None = Field(
         None, description="statistics of the whole batch (default), or of each rank's micro-batch"
@@ -181,6 +184,11 @@ class ClusterTable(Table):
             raise ValueError(
                 f"devices = {self.devices} is no multiple of replica_devices = {self.replica_devices}: some "
                 "would be idle"
+            )
+        if self.strategy.reduction not in (None, "exact"):
+            raise ValueError(
+                f'reduction = {self.strategy.reduction!r} and elastic = "replica": replicas add up their '
+                "gradients exactly, and what one keeps back would be lost with it; leave one of the two out"
             )
         if self.strategy.local_steps:
             raise ValueError(

@@ -12,8 +12,8 @@ from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.collective_buffers import shards_weights
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 
-# DDP's buckets in bytes; the share of entries that topk sends, each with a place of 8 bytes.
-_BUCKET, _TOPK = 25 << 20, 0.05 * 3
+# DDP's buckets in bytes; bytes that memory moves for each byte of gradients that is encoded, and decoded.
+_BUCKET, _ENCODED, _DECODED = 25 << 20, 4.0, 3.0
 # Bytes for each byte of gradients that their norm moves: read, written as float64, read again.
 _NORM = 5.0
 
@@ -64,27 +64,46 @@ class GradientTraffic:
         """DDP and ZeRO-1: buckets travel while the last micro-batch's backward pass goes on."""
         trained, wires = self.weights.trained, self.wires
         pieces = max(1.0, trained / _BUCKET)
-        reduction = self.strategy.reduction
-        if reduction == "topk":
-            seconds = wires.all_gather("dp", _TOPK * trained * self.strategy.mesh.dp, pieces)
-        elif reduction == "powersgd":
-            seconds = wires.all_reduce("dp", self.weights.factors, pieces)
+        travel, ranks = self.strategy.travel, self.strategy.mesh.dp
+        if travel.kind == "encoding":
+            # Each rank decodes what all sent.
+            coding = (_ENCODED + _DECODED * ranks) * trained / self._host
+            seconds = wires.all_gather("dp", travel.share * trained * ranks, pieces) + coding
+        elif travel.kind == "powersgd":
+            # Two products with a factor's columns, and what is put together of both.
+            products = 6.0 * travel.rank * trained / 4
+            seconds = (
+                wires.all_reduce("dp", self.weights.factors, 2 * pieces) + products / wires.rates.products
+            )
         else:
-            seconds = wires.all_reduce("dp", trained / (2 if reduction == "bfloat16" else 1), pieces)
+            seconds = wires.all_reduce("dp", travel.share * trained, pieces)
         waited = self._beside(seconds, backward) + seconds / pieces if wires.rates.overlaps else seconds
         if self.strategy.data_parallel == "zero1":
             # Each rank tells the others the weights of its share of the optimizer.
             waited += wires.all_gather("dp", trained)
         return min(waited, seconds) if self.strategy.data_parallel == "ddp" else waited
 
+    @property
+    def _host(self) -> float:
+        """The rate of memory that encoding has, which is the CPU's work."""
+        wires = self.wires
+        return wires.rates.memory if wires.gloo else HOST_MEMORY / wires.resources.devices
+
     def _sharded(self, forward: float, backward: float) -> float:
         weights, wires, strategy = self.weights, self.wires, self.strategy
         half = 0.5 if strategy.half is not None else 1.0
         groups = max(1, len(self.units))
         gather = wires.all_gather("fsdp", half * weights.bytes, groups)
-        reduce = wires.reduce_scatter("fsdp", weights.trained, groups)
+        travel, coding = strategy.travel, 0.0
+        if travel.kind == "encoding":
+            # Each rank gets its piece from every other, and decodes those.
+            reduce = wires.all_to_all("fsdp", travel.share * weights.trained)
+            coding = (_ENCODED + _DECODED) * weights.trained / self._host
+        else:
+            reduce = wires.reduce_scatter("fsdp", travel.share * weights.trained, groups)
         if not strategy.local_steps:
-            reduce += wires.all_reduce("dp", weights.trained / strategy.mesh.fsdp, groups)
+            reduce += wires.all_reduce("dp", travel.share * weights.trained / strategy.mesh.fsdp, groups)
+        reduce += coding
         # Gathered weights are copied out of what arrives, gradients into what is reduced; gloo copies both.
         copies = 4.0 if wires.gloo else 2.0
         copied = self.gathers * half * weights.bytes + self.reductions * weights.trained

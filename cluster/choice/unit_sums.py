@@ -13,9 +13,6 @@ from roundtable.cluster.plan.activations import Pass
 from roundtable.cluster.plan.arithmetic import PassWork
 from roundtable.cluster.plan.memory_estimate import ModelProbe, Part, parts_of
 
-# Entries of a weight's rows and columns that PowerSGD's factors of this rank hold: see gradient_hooks.
-_FACTORS = 4
-
 
 @dataclass(frozen=True)
 class Weights:
@@ -37,10 +34,10 @@ class Weights:
         )
 
 
-def _of(part: Part) -> Weights:
+def _of(part: Part, rank: int) -> Weights:
     weight, size = part.weight, part.bytes
     rows, columns = weight.shape[0] if weight.shape else 1, prod(weight.shape[1:])
-    factors = min(size, _FACTORS * (rows + columns) * weight.itemsize) if columns > 1 else size
+    factors = min(size, rank * (rows + columns) * weight.itemsize) if columns > 1 else size
     return Weights(size, size, factors, 1) if weight.trainable else Weights(size)
 
 
@@ -50,7 +47,7 @@ class UnitSums:
     def __init__(self, probe: ModelProbe) -> None:
         self._probe = probe
         self._work: dict[tuple[int, bool], dict[str | None, PassWork]] = {}
-        self._weights: dict[tuple[int, int], dict[str | None, Weights]] = {}
+        self._weights: dict[tuple[int, int, int], dict[str | None, Weights]] = {}
         whole = sum(probe.work.forward.values(), PassWork())
         back = probe.work.backward
         self._ratio = (
@@ -94,7 +91,7 @@ class UnitSums:
 
     def weights(self, strategy: Strategy, units: Iterable[str]) -> Weights:
         """Of the units on a rank before sharding; of the whole model where it is not cut into stages."""
-        key = strategy.mesh.tp, strategy.mesh.ep
+        key = strategy.mesh.tp, strategy.mesh.ep, strategy.travel.rank
         if key not in self._weights:
             self._weights[key] = self._split(strategy)
         table = self._weights[key]
@@ -103,7 +100,7 @@ class UnitSums:
 
     def _split(self, strategy: Strategy) -> dict[str | None, Weights]:
         return {
-            unit: sum((_of(part) for part in parts), Weights())
+            unit: sum((_of(part, strategy.travel.rank) for part in parts), Weights())
             for unit, parts in parts_of(self._probe, strategy).items()
         }
 

@@ -151,8 +151,9 @@ def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: M
         # A pipeline runs a stage many times a step: gathering for each would cost more than it saves.
         "reshard_after_forward": strategy.data_parallel == "zero3" and strategy.mesh.pp == 1,
     }
-    if half is not None:
-        options["mp_policy"] = MixedPrecisionPolicy(half, torch.float32)
+    travels = torch.bfloat16 if strategy.travel.kind == "bfloat16" else torch.float32
+    if half is not None or travels is torch.bfloat16:
+        options["mp_policy"] = MixedPrecisionPolicy(half, travels)
     if strategy.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     if strategy.mesh.ep > 1:
@@ -165,7 +166,7 @@ def shard(model: nn.Module, blocks: Sequence[str], strategy: Strategy, meshes: M
         fully_shard(model.get_submodule(name), **options)
     if half is not None and last:
         # Logits too: a loss computed in bfloat16 has three digits, and so has every gradient after it.
-        options["mp_policy"] = MixedPrecisionPolicy(half, torch.float32, torch.float32)
+        options["mp_policy"] = MixedPrecisionPolicy(half, travels, torch.float32)
     fully_shard(model, **options)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from typing_extensions import override
 
+from roundtable.client.policy.gradient_reduction import GradientReduction, parse_reduction
 from roundtable.core.errors import ConfigError
 
 DataParallel = Literal["none", "ddp", "zero1", "zero2", "zero3"]
@@ -18,7 +19,6 @@ SPLITTING = "zero_bubble"
 Checkpointing = Literal["none", "every", "sqrt", "selective"]
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 BatchStatistics = Literal["synchronised", "local"]
-Reduction = Literal["exact", "bfloat16", "powersgd", "topk"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,32 @@ class Mesh:
         return " × ".join(degrees) or "one device"
 
 
+def cannot_reduce(travel: GradientReduction, kind: DataParallel, mesh: Mesh) -> str:
+    """Why gradients cannot travel so under a kind of data parallelism; empty where they can."""
+    if travel.kind == "exact" or kind in ("ddp", "zero1"):
+        return ""
+    if kind == "none":
+        return "data_parallel = 'none' reduces no gradients"
+    if travel.kind == "bfloat16":
+        return ""
+    if travel.keeps:
+        return (
+            f"what is not sent is kept, as much as the whole model's gradients on each rank, which {kind} "
+            "shares out; use ddp or zero1, or bfloat16 or an encoding without memory such as int8"
+        )
+    if mesh.tp > 1 or mesh.pp > 1 or mesh.ep > 1:
+        return f"under {kind} encodings stand alone: tp, pp and ep have gradients that do not pass by it"
+    if mesh.dp > 1:
+        return (
+            "shards that are replicated over dp are summed twice, and only the sum over fsdp can be encoded; "
+            "use bfloat16, or fsdp over all ranks"
+        )
+    assert travel.encoding is not None
+    if travel.encoding.encoded_size(1) is None:
+        return f"under {kind} ranks exchange pieces of known sizes: use block-wise encodings, such as int8"
+    return ""
+
+
 @dataclass(frozen=True)
 class Strategy:
     """Everything that decides what each rank holds and computes.
@@ -68,7 +94,7 @@ class Strategy:
     `micro_batch` is the most examples a rank runs at once; what is left of its share of a batch is
     accumulated. `checkpoint_every` counts blocks (1: each), and `checkpoint_blocks` names those that are
     checkpointed in its place; `sqrt` keeps only what goes into each of about √n runs of n blocks.
-    `reduction` is how gradients travel under DDP;
+    `reduction` is how gradients travel: see GradientReduction;
     `local_steps` above 0 lets the replicas of `dp` train apart and meet every so many steps (Douillard et al.
     2023, DiLoCo, algorithm 1), with `outer_learning_rate` and `outer_momentum`; 1 and 0 average (local SGD).
     `batch_norm` layers take the statistics of the whole batch, or of each rank's micro-batch (`local`).
@@ -86,7 +112,7 @@ class Strategy:
     checkpoint_blocks: tuple[str, ...] = ()
     offload: bool = False
     precision: Precision = "float32"
-    reduction: Reduction = "exact"
+    reduction: str = "exact"
     local_steps: int = 0
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
@@ -105,9 +131,9 @@ class Strategy:
             )
         if kind == "none" and mesh.data > 1:
             raise ConfigError("data_parallel = 'none' leaves the ranks of dp without a common gradient")
-        if self.reduction != "exact" and kind != "ddp":
-            raise ConfigError(f"reduction = {self.reduction!r} is a hook of DDP; data_parallel is {kind!r}")
-        if self.precision == "float16" and self.reduction in ("powersgd", "topk"):
+        if reason := cannot_reduce(self.travel, kind, mesh):
+            raise ConfigError(f"reduction = {self.reduction!r}: {reason}")
+        if self.precision == "float16" and self.travel.keeps:
             raise ConfigError(
                 f"precision = 'float16' and reduction = {self.reduction!r}: what it keeps back for later "
                 "steps would keep a gradient that overflowed; use exact, bfloat16 or precision = 'bfloat16'"
@@ -169,6 +195,11 @@ class Strategy:
                 "local_steps and offload = true: the replicas meet over the devices' network, where "
                 "parameters in CPU memory are not; leave one of the two out"
             )
+
+    @property
+    def travel(self) -> GradientReduction:
+        """How gradients travel."""
+        return parse_reduction(self.reduction)
 
     @property
     def half(self) -> torch.dtype | None:

@@ -7,6 +7,7 @@ from itertools import product
 from math import prod
 
 from roundtable.client.policy.cluster_table import ClusterTable, StrategyTable
+from roundtable.client.policy.gradient_reduction import parse_reduction
 from roundtable.cluster.parallel.pipeline_stages import refuse_cut
 from roundtable.cluster.parallel.shared_batch_norm import own_way, refuse_parts
 from roundtable.cluster.parallel.strategy import (
@@ -14,9 +15,9 @@ from roundtable.cluster.parallel.strategy import (
     Checkpointing,
     DataParallel,
     Mesh,
-    Reduction,
     Schedule,
     Strategy,
+    cannot_reduce,
 )
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.resources import Resources
@@ -34,7 +35,7 @@ def candidates(
     resources: Resources,
     job: JobConfig,
     table: ClusterTable,
-    reduction: Reduction,
+    reduction: str,
     reasons: list[str],
     offload: bool,
 ) -> Iterator[Strategy]:
@@ -102,8 +103,6 @@ def _kinds(hand: StrategyTable, offload: bool, pp: int) -> list[DataParallel]:
     else:
         # Replicas that train apart cannot share one optimizer's state out, as ZeRO-1 does.
         kinds = [kind for kind in (*_WHOLE, *_SHARDED) if not (hand.local_steps and kind == "zero1")]
-        if hand.reduction not in (None, "exact"):
-            kinds = ["ddp"]
         if pp > 1 and "zero3" in kinds:
             # A stage is run many times a step, and keeps its weights gathered: zero3 would be zero2.
             kinds.remove("zero3")
@@ -156,7 +155,7 @@ def _variants(
     mesh: Mesh,
     kind: DataParallel,
     offload: bool,
-    reduction: Reduction,
+    reduction: str,
 ) -> Iterator[Strategy]:
     """Without and with checkpointing, from large micro-batches to single examples."""
     hand, precision = table.strategy, table.precision
@@ -196,9 +195,9 @@ def _variants(
             )
 
 
-def _reduction(table: ClusterTable, kind: DataParallel, measured: Reduction) -> Reduction:
+def _reduction(table: ClusterTable, kind: DataParallel, measured: str) -> str:
     """How gradients travel where the links ask for `measured`: low-rank factors keep back what overflows."""
-    if kind != "ddp" or table.strategy.local_steps:
+    if kind not in ("ddp", "zero1") or table.strategy.local_steps:
         return "exact"
     return "bfloat16" if table.precision == "float16" and measured == "powersgd" else measured
 
@@ -239,6 +238,8 @@ def _no_sequence(probe: ModelProbe, tp: int) -> str:
 
 def _cannot_apply(probe: ModelProbe, hand: StrategyTable, kind: DataParallel, mesh: Mesh) -> str:
     """Why the model cannot be trained so; empty where it can."""
+    if hand.reduction and (reason := cannot_reduce(parse_reduction(hand.reduction), kind, mesh)):
+        return f"reduction = {hand.reduction!r}: {reason}"
     calls, wrapped = probe.trace.whole_calls, kind in ("ddp", "zero1") and not hand.local_steps
     if mesh.tp > 1 and hand.sequence_parallel and (reason := _no_sequence(probe, mesh.tp)):
         return f"sequence_parallel = true: {reason}"

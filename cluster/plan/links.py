@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from roundtable.client.durable_files import write_file
-from roundtable.cluster.parallel.strategy import Reduction
 from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.core.evidence.release import release
 
@@ -111,7 +110,7 @@ def measure_links(device: torch.device, per_node: int, key: str = "") -> Links:
     return Links(key, world, time.time(), within, between, *figures)
 
 
-def reduction_for(links: Links | None) -> tuple[Reduction, str]:
+def reduction_for(links: Links | None) -> tuple[str, str]:
     """(how DDP's gradients travel by default, the reason): exact but where slow links were measured."""
     if links is None or not links.within or not links.between:
         return "exact", ""

@@ -187,9 +187,11 @@ def estimate_rank(
     if strategy.local_steps:
         # The weights at the last meeting, and the outer optimizer's momentum.
         optimizer += gradients * (2 if strategy.outer_momentum else 1)
-    if strategy.reduction in ("powersgd", "topk"):
-        # What was not sent yet, which the next step's gradients are added to.
-        optimizer += gradients
+    travel, waiting = strategy.travel, 0.0
+    if travel.keeps:
+        # What was not sent yet, which the next step's gradients are added to; encoding is the CPU's work.
+        here_too = travel.kind == "powersgd" or probe.gloo
+        optimizer, waiting = (optimizer + gradients, 0.0) if here_too else (optimizer, gradients)
     temporaries = gradients * probe.optimizer_temporaries / share
     half = strategy.half is not None and shards_weights(strategy)
     traced = probe.half if half and probe.half is not None else probe.trace
@@ -201,7 +203,7 @@ def estimate_rank(
     fixed = held + anatomy.buffer_bytes + optimizer
     # A float64 copy of one gradient for its norm, or what an optimizer makes of one while it takes a step.
     passing = 8 * max(sums.largest_dense / shards, sums.largest_expert / own)
-    host = fixed - anatomy.buffer_bytes + gradients if strategy.offload else 0.0
+    host = fixed - anatomy.buffer_bytes + gradients if strategy.offload else waiting
     if strategy.offload:
         fixed = gradients = temporaries = passing = 0
     step = gradients + max(temporaries, passing)

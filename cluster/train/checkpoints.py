@@ -46,6 +46,7 @@ class Position:
     `replicas` that train apart have weights and optimizers of their own in it; 0: there is one of each.
     `stream` is the place in streamed data, None for others. `packed`: layers that hold several parts are
     split, and each part is a tensor of its own. `scale` is that of float16's losses: (scale, good, skipped).
+    `unsent`: (reduction, ranks) whose ranks each keep what they have not sent of their gradients.
     """
 
     round: int
@@ -58,6 +59,7 @@ class Position:
     stream: dict[str, Any] | None = None
     packed: bool = False
     scale: tuple[float, int, int] | None = None
+    unsent: tuple[str, int] | None = None
 
     @classmethod
     def end_of(cls, round: int, model: str, step: int) -> Position:
@@ -110,6 +112,9 @@ class Checkpoints:
             position = replace(position, replicas=replica.strategy.mesh.dp)
         position = replace(position, packed=replica.packed)
         state = {**dict(training_state(replica, optimizer, own)), **dict(_outer_state(replica, outer))}
+        if replica.hook is not None:
+            position = replace(position, unsent=(replica.strategy.reduction, replica.hook.size))
+            state.update((f"unsent/{name}", each) for name, each in replica.hook.state(replica.hook.place))
         response = async_save(state, storage_writer=writer, process_group=self._group)
         staging = getattr(response, "staging_completion", None)
         if staging is not None:
@@ -198,7 +203,8 @@ class Checkpoints:
         turn; replicas that train together all take the first.
         """
         fill_state(optimizer)
-        replicas = Position(**json.loads((path / STATE).read_text())["position"]).replicas
+        position = Position(**json.loads((path / STATE).read_text())["position"])
+        replicas = position.replicas
         place = replica.meshes.place("dp") if replica.strategy.local_steps else 0
         own = _own(place % replicas) if replicas else ""
         tensors = dict(training_state(replica, optimizer, own))
@@ -208,8 +214,29 @@ class Checkpoints:
         state = {name: tensor for name, tensor in tensors.items() if weights or not name.startswith(learnt)}
         reader = HuggingFaceStorageReader(str(path))
         load(state, storage_reader=reader, process_group=self._group)
+        self._load_unsent(path, replica, position)
         if outer is not None and weights and not replicas:
             outer.depart()
+
+    @torch.no_grad()
+    def _load_unsent(self, path: Path, replica: Replica, position: Position) -> None:
+        """Loads what ranks had not sent of their gradients: their own, or where others train the mean.
+
+        The mean gradient is the same in the end. Under another reduction there is nothing to load.
+        """
+        hook = replica.hook
+        if hook is None or position.unsent is None or position.unsent[0] != replica.strategy.reduction:
+            return
+        ranks = position.unsent[1]
+        places = [hook.place] if ranks == hook.size else range(ranks)
+        own = [tensor for _, tensor in hook.state(hook.place)]
+        sums = [torch.zeros_like(tensor) for tensor in own]
+        for place in places:
+            state = {f"unsent/{name}": tensor for name, tensor in hook.state(place)}
+            load(state, storage_reader=HuggingFaceStorageReader(str(path)), process_group=self._group)
+            torch._foreach_add_(sums, own)
+        for tensor, total in zip(own, sums, strict=True):
+            tensor.copy_(total / len(places))
 
     def _whole(self, wanted: Callable[[Position], bool]) -> Iterator[tuple[Path, Position]]:
         """Yields the wanted checkpoints whose files have their digests, newest first, from any place."""
@@ -247,6 +274,10 @@ def _position(values: Mapping[str, Any]) -> Position:
         raise ValueError("a count of the position is none")
     if not isinstance(position.model, str) or not math.isfinite(position.loss_sum):
         raise ValueError("the position's model or loss is none")
+    if position.unsent is not None:
+        reduction, ranks = position.unsent
+        if not (isinstance(reduction, str) and type(ranks) is int and 0 < ranks < 1 << 20):
+            raise ValueError("what the position says of gradients is nothing")
     if position.scale is not None:
         scale, good, skipped = position.scale
         if not (0 < scale < math.inf and type(good) is int and type(skipped) is int):

@@ -152,6 +152,9 @@ class RankTrainer:
         if self.optimizer is None:
             self.optimizer = make_optimizer(self.task, parameters, self.job, self.strategy, self.meshes)
             self.outer = self._outer()
+            if self.replica.hook is not None:
+                # What was not sent is for this optimizer's next step, as its own state is.
+                self.replica.hook.reset()
         if self.strategy.precision == "float16":
             self.scale = self.scale or LossScale()
         return set_decay(self.optimizer, self.job, round)
@@ -180,7 +183,11 @@ class RankTrainer:
         schedule = RoundSchedule(self.optimizer, self.job.algorithm, batches.steps)
         if save is not None and self.peers is not None:
             save = self._saved_by_first(save)
-        course = RoundCourse(round, batches.steps, done, watch, self._completed, save, times, self.scale)
+        # What a reduction keeps has taken up a step's gradient by the time that its figures are known.
+        before = not self.strategy.travel.keeps
+        course = RoundCourse(
+            round, batches.steps, done, watch, self._completed, save, times, self.scale, before
+        )
         taking = self._taking()
         lags = self.lags and taking.lags and not course.looks_ahead and self.peers is None
         self.replica.train()
@@ -188,11 +195,12 @@ class RankTrainer:
             self.peers.meet(self._state(batches, done))
         step = batches.position
         arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)
-        before: tuple[PendingFigures, StepTimes] | None = None
+        pending: tuple[PendingFigures, StepTimes] | None = None
         ended = time.perf_counter()
         while (share := arriving.take()) is not None:
             step += 1
             arrived = time.perf_counter()
+            self.replica.begin_step((self.job.seed, round, self.client, "gradients", step))
             with self._randomness(round, "training", step), self.sampler.step():
                 told = self._gradients(share, taking, arriving, wishes)
                 found = None if lags else told.read()
@@ -209,18 +217,18 @@ class RankTrainer:
                     self.peers.settle(self._state(batches, done))
             else:
                 # The figures of the step before are there by now, while this one's kernels run.
-                self._catch_up(course, before)
-                before = told, present
+                self._catch_up(course, pending)
+                pending = told, present
             ended = time.perf_counter()
-        self._catch_up(course, before)
+        self._catch_up(course, pending)
         self.finish()
 
-    def _catch_up(self, course: RoundCourse, before: tuple[PendingFigures, StepTimes] | None) -> None:
+    def _catch_up(self, course: RoundCourse, pending: tuple[PendingFigures, StepTimes] | None) -> None:
         """Looks at a step that was taken unless the device found that it may not be."""
-        if before is not None:
-            found = before[0].read()
-            course.refuse(before[1].step, found)
-            course.note(found, before[1])
+        if pending is not None:
+            found = pending[0].read()
+            course.refuse(pending[1].step, found)
+            course.note(found, pending[1])
 
     def _taking(self) -> AgreedStep:
         assert self.optimizer is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
@@ -20,13 +21,15 @@ from roundtable.cluster.parallel.pipeline_stages import (
     partition,
     refuse_cut,
 )
-from roundtable.cluster.parallel.shards import Places, named_tensors, read_shards
+from roundtable.cluster.parallel.shards import Places, named_tensors, plain_name, read_shards
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions, TensorRandomness
 from roundtable.cluster.parallel.unsaved_constants import set_constants, shared_constants
-from roundtable.cluster.stepping.gradient_hooks import install
+from roundtable.cluster.stepping.encoded_gradients import EncodedGradients, EncodedScatter
+from roundtable.cluster.stepping.factored_gradients import FactoredGradients
+from roundtable.cluster.stepping.gradient_hooks import GradientHook, reduce_in_bfloat16
 from roundtable.core.errors import LayoutError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
@@ -81,6 +84,8 @@ class Replica:
             self._randomness = TensorRandomness(self._regions, meshes.place("tp"), device)
         self.model: nn.Module = self.parts[0]
         self._ddp: DistributedDataParallel | None = None
+        self.hook: GradientHook | None = None
+        self._scatters = self._encode_shards()
         self.pipeline = Pipeline(self.parts, strategy, meshes, device) if strategy.mesh.pp > 1 else None
 
     def _cut(self) -> Iterator[tuple[nn.Module, tuple[str, ...], bool]]:
@@ -132,8 +137,40 @@ class Replica:
             and not self._ddp
         ):
             self._ddp = replicate(self.model, self.meshes, self.device, unused=self.strategy.unused)
-            install(self._ddp, self.strategy.reduction, self.meshes.one("dp").get_group())
+            self._install(self._ddp)
             self.model = self._ddp
+
+    def _install(self, ddp: DistributedDataParallel) -> None:
+        """Has gradients travel as the strategy says."""
+        travel, group = self.strategy.travel, self.meshes.one("dp").get_group()
+        if travel.kind == "bfloat16":
+            reduce_in_bfloat16(ddp, group)
+            return
+        names = {p: name for name, p in self.tensors() if isinstance(p, nn.Parameter) and p.requires_grad}
+        if travel.kind == "powersgd":
+            self.hook = FactoredGradients(names, group, travel.rank)
+        elif travel.encoding is not None:
+            self.hook = EncodedGradients(names, group, travel.encoding)
+        if self.hook is not None:
+            self.hook.install(ddp)
+
+    def _encode_shards(self) -> list[EncodedScatter]:
+        """Has the pieces of shards' gradients travel encoded, where the strategy says so."""
+        encoding = self.strategy.travel.encoding
+        if encoding is None or self.strategy.data_parallel not in ("zero2", "zero3"):
+            return []
+        scatters = []
+        for name, module in self.model.named_modules():
+            if isinstance(module, FSDPModule):
+                scatters.append(EncodedScatter(encoding, plain_name(name)))
+                module.set_custom_reduce_scatter(scatters[-1])  # type: ignore[arg-type]
+        return scatters
+
+    def begin_step(self, path: Sequence[str | int]) -> None:
+        """A step begins: what encodings draw in it follows from `path`, the same on all ranks."""
+        for each in (self.hook, *self._scatters):
+            if each is not None:
+                each.begin(path)
 
     def train(self, mode: bool = True) -> None:
         """As nn.Module.train, on every part."""

@@ -30,7 +30,8 @@ class StepTimes:
 class RoundCourse:
     """Follows a round of so many `steps`; the same on all ranks, which see the same figures.
 
-    `report` completes a step's report before `watch` is called with it.
+    `report` completes a step's report before `watch` is called with it. `before`: the state before a step can
+    still be saved when its figures are known.
     """
 
     round: int
@@ -41,6 +42,7 @@ class RoundCourse:
     save: Callable[[int], None] | None = None
     times: CheckpointTimes | None = None
     scale: LossScale | None = None
+    before: bool = True
 
     @property
     def looks_ahead(self) -> bool:
@@ -60,7 +62,7 @@ class RoundCourse:
         self.refuse(step, found)
         if self.scale is not None:
             self.scale.taken()
-        if self.save and self.times and self.times.before(found.loss, found.norm):
+        if self.save and self.times and self.before and self.times.before(found.loss, found.norm):
             self.save(step - 1)
         return True
 

@@ -23,6 +23,9 @@ def two(kind: str, **options: Any) -> Strategy:
 HALF = {"precision": "bfloat16"}
 TWO: dict[str, Case] = {
     "ddp": ("deep", two("ddp"), 1),
+    "ddp sign": ("deep", two("ddp", reduction="sign"), 1),
+    "ddp powersgd": ("deep", two("ddp", reduction="powersgd"), 1),
+    "zero3 int8": ("deep", two("zero3", reduction="int8"), 1),
     "ddp accumulated": ("deep", two("ddp"), 2),
     "zero1": ("deep", two("zero1"), 1),
     "zero2": ("deep", two("zero2"), 1),

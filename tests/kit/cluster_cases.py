@@ -14,7 +14,6 @@ import torch.distributed as dist
 from cluster_models import Language, Mixture, Wide
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from roundtable.client.durable_files import digest_of
 from roundtable.client.training.evaluation import evaluate
@@ -29,7 +28,6 @@ from roundtable.cluster.parallel.tensor_parallel import find_tensor_parallel
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.links import Links, known_links
 from roundtable.cluster.plan.model_probe import example_batch
-from roundtable.cluster.stepping.gradient_hooks import TopK, topk_hook
 from roundtable.cluster.train import checkpoints as saving
 from roundtable.cluster.train.checkpoint_places import Mirror
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
@@ -328,21 +326,3 @@ __all__ = [
     "run_case",
     "run_cases",
 ]
-
-
-def sent_in_parts(rank: int, kept: float, steps: int) -> list[list[list[float]]]:
-    """The gradients that DDP hands out over some steps, from a gradient that is the same in each."""
-    model = nn.Linear(10, 4, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    ddp = DistributedDataParallel(model)
-    group: Any = dist.group.WORLD
-    ddp.register_comm_hook(TopK(group, kept), topk_hook)
-    x = torch.arange(1.0, 11.0) * (rank + 1)
-    gradients = []
-    for _ in range(steps):
-        model.zero_grad()
-        ddp(x).sum().backward()
-        assert model.weight.grad is not None
-        gradients.append(model.weight.grad.tolist())
-    return gradients
