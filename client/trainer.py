@@ -16,7 +16,9 @@ from roundtable.client.training.metrics import Metrics
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import NO_KEY, StreamKey, get_encoding
 from roundtable.core.encodings.encoding import HeldBytes
-from roundtable.core.encodings.feedback import MEMORY, add_memory, take_off
+from roundtable.core.encodings.feedback import Sending
+from roundtable.core.job_tables.transfer_table import TransferTable
+from roundtable.core.layout import Layout
 
 Figures = Mapping[str, float]
 """A training step's figures, by the names of the wire's StepFigures; unknown ones are left out."""
@@ -93,17 +95,22 @@ def write_update(path: Path, delta: Tensor, encoding: str, key: StreamKey = NO_K
 
 
 def write_remembering(
-    path: Path, delta: Tensor, job: JobConfig, key: StreamKey, kept: Mapping[str, Tensor] | None
+    path: Path,
+    delta: Tensor,
+    transfer: TransferTable,
+    layout: Layout,
+    key: StreamKey,
+    kept: Mapping[str, Tensor] | None,
 ) -> tuple[str, int, dict[str, Tensor]]:
-    """Encodes a delta under the job's `[transfer]`; returns (BLAKE3, bytes, what the silo is to remember).
+    """Encodes a delta of a layout under `[transfer]`; returns (BLAKE3, bytes, what the silo is to remember).
 
     `kept` is what the silo's newest update that counts left. With error feedback the delta is changed in
     place.
     """
-    if not job.transfer.remembers:
-        return (*write_update(path, delta, job.transfer.up, key), {})
-    add_memory(delta, kept)
-    digest, size = write_update(path, delta, job.transfer.up, key)
-    written = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
-    take_off(delta, get_encoding(job.transfer.up), HeldBytes(written.data), key)
-    return digest, size, {MEMORY: delta}
+    encoding, feedback = get_encoding(transfer.up).over(layout), transfer.remembers
+    sending = Sending(delta, encoding, key, kept, feedback=feedback)
+    digest, size = write_file(path, sending.blocks())
+    if feedback:
+        written = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+        sending.received(HeldBytes(written.data))
+    return digest, size, sending.remembered

@@ -103,6 +103,7 @@ def _new_bytes(
     encoding: Encoding, old: Model, base: Path, head: bytes, data: memoryview
 ) -> Iterable[bytes | memoryview]:
     yield head
+    encoding = encoding.over(old.layout)
     source, elements = HeldBytes(data), old.layout.size
     expected = encoding.encoded_size(elements)
     if expected is not None and expected != source.left:

@@ -14,7 +14,7 @@ from roundtable.aggregation.weighting import capped
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, summable
 from roundtable.client.training.private_training import CANNOT_SAMPLE
 from roundtable.core.encodings import StreamKey, get_encoding
-from roundtable.core.encodings.feedback import MEMORY, add_memory, without_memory
+from roundtable.core.encodings.feedback import Sending, without_memory
 from roundtable.core.encodings.journey import travelled
 from roundtable.core.errors import PrivacyError, TaskError
 from roundtable.core.privacy_table import ExampleLevel
@@ -41,7 +41,7 @@ class ClientUpdates:
         self.local: dict[int, LocalState] = {}
         self.pending: dict[int, LocalState] = {}
         self._attackers = Attackers.of(world.job)
-        self._encoding = get_encoding(world.job.transfer.up)
+        self._encoding = get_encoding(world.job.transfer.up).over(world.layout.sent)
         self._secure = SecureAggregation.of(world.job, world.layout.sent.size)
         self._before: dict[str, Metrics] = {}
         self._warned: set[str] = set()
@@ -195,16 +195,23 @@ class ClientUpdates:
         index, kept = self.world.names.index_of(answer.client), dict(answer.local)
         if row.numel() and self._encoding.dense_dtype != torch.float32:
             key = StreamKey(self.world.job.seed, answer.client, step.round, step.attempt)
-            remembers = self.world.job.transfer.remembers
-            if remembers:
-                total = row.to("cpu", copy=True)
-                add_memory(total, self.local.get(index))
-                row.copy_(total)
-            travelled(self._encoding, row, key)
-            if remembers:
-                kept[MEMORY] = total - row.cpu()
+            if self._encoding.keeps or self.world.job.transfer.remembers:
+                kept |= self._remembered(row, key, self.local.get(index))
+            else:
+                travelled(self._encoding, row, key)
         if kept:
             self.pending[index] = kept
+
+    def _remembered(self, row: Tensor, key: StreamKey, kept: LocalState | None) -> dict[str, Tensor]:
+        """What a client keeps of an update that travels, of which the row becomes what arrives."""
+        feedback = self.world.job.transfer.remembers
+        sending = Sending(row.to("cpu", copy=True), self._encoding, key, kept, feedback=feedback)
+        data, decoded = b"".join(sending.blocks()), torch.empty(row.numel())
+        self._encoding.decode(data, decoded, key)
+        if feedback:
+            sending.decoded(0, decoded)
+        row.copy_(decoded)
+        return sending.remembered
 
     def _work(self, indices: Iterable[int]) -> Iterator[Work]:
         for index in indices:

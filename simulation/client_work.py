@@ -42,8 +42,9 @@ class ClientWork:
         self._progress = progress
         self._due: dict[int, AnswerDue] = {}
         self._dropouts = Dropouts.of(world.job)
-        up = get_encoding(world.job.transfer.up).encoded_size(world.layout.sent.size)
-        self._transfer = Transfer(4 * world.layout.size, up or 4 * world.layout.sent.size)
+        sent = world.layout.sent
+        up = get_encoding(world.job.transfer.up).over(sent).encoded_size(sent.size)
+        self._transfer = Transfer(4 * world.layout.size, up or 4 * sent.size)
 
     def ask_to_train(self, step: m.Step, indices: Sequence[int], asked: Sequence[float]) -> None:
         """Works out when each client, asked at time `asked`, will answer, or how it will not."""

@@ -84,7 +84,7 @@ def simulate(
         world = make_world(job, task, folder)
         layout = world.layout
         slices = tuple(place for _, place in layout.sent.slices())
-        plan = make_plan(job, job.simulation.clients, slices, folder=folder)
+        plan = make_plan(job, job.simulation.clients, slices, folder=folder).over(layout)
         check_down_layout(job, layout)
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)

@@ -31,8 +31,8 @@ from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.layouts import algorithm_layout
 from roundtable.core.config import JobConfig, job_from_json
-from roundtable.core.encodings import StreamKey
-from roundtable.core.encodings.feedback import MEMORY, without_memory
+from roundtable.core.encodings import StreamKey, get_encoding
+from roundtable.core.encodings.feedback import forgotten, without_memory
 from roundtable.core.errors import EncodingError, LayoutError, ResourceError, TaskError
 from roundtable.core.initial_model import whole_model
 from roundtable.core.layout import Layout
@@ -124,11 +124,14 @@ class Executor:
         if NAME in update.local and local is None:
             say_if_lost(order)
         key = StreamKey(warm.config.seed, self.settings.client, order.round, order.attempt)
-        kept = self._state.load(order.job, order.counted) if warm.config.transfer.remembers else None
-        if warm.config.transfer.remembers and order.counted is not None and MEMORY not in (kept or {}):
-            log.warning("%s: what error feedback remembered is lost; it begins anew", order.job)
+        transfer, sent = warm.config.transfer, warm.layout.sent
+        encoding = get_encoding(transfer.up)
+        kept = self._state.load(order.job, order.counted) if transfer.remembers or encoding.keeps else None
+        if order.counted is not None and forgotten(encoding, transfer.remembers, kept):
+            log.warning("%s: what was remembered of earlier updates is lost; it begins anew", order.job)
         # What is remembered is durable before the update can leave: it counts with the update, or not at all.
-        digest, size, memory = write_remembering(Path(order.output), update.delta, warm.config, key, kept)
+        written = write_remembering(Path(order.output), update.delta, transfer, sent, key, kept)
+        digest, size, memory = written
         left = {**update.local, **memory}
         self._state.save(order.job, (order.round, order.attempt), left, order.counted)
         return TrainedUpdate(digest, size, update.examples, update.metrics)

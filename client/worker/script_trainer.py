@@ -155,7 +155,9 @@ class ScriptTrainer:
             delta = await asyncio.to_thread(add_own_noise, delta, work.job, Protection(pay))
             examples, metrics = 1, {}
         key = StreamKey(work.job.seed, work.client, work.step.round, work.step.attempt)
-        written = await asyncio.to_thread(write_remembering, work.output, delta, work.job, key, local)
+        written = await asyncio.to_thread(
+            write_remembering, work.output, delta, work.job.transfer, start.layout.sent, key, local
+        )
         digest, size, memory = written
         self._state.save(work.step.job, (work.step.round, work.step.attempt), {**mine, **memory}, work.kept)
         return TrainedUpdate(digest, size, examples, metrics)

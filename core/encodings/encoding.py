@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from roundtable.core.errors import EncodingError
+from roundtable.core.layout import Layout
 from roundtable.core.seeds import derive_seed
 
 BLOCK_ELEMENTS = 1 << 20
@@ -70,7 +71,8 @@ class Traits:
     pays it. support: which values are sent: `all`; `own`: each client's own choice, which tells of its
     data; `seeded`: each client's, from its key; `cohort`: the same for all clients of a step.
     feedback: whether error feedback is on unless a job says otherwise. scaled: whether values that are sent
-    also stand for those that are not, and are multiplied by d/k for it.
+    also stand for those that are not, and are multiplied by d/k for it; rescaled: whether they are lengthened
+    to the norm of all.
     """
 
     error: Literal["exact", "unbiased", "bounded"]
@@ -79,6 +81,7 @@ class Traits:
     support: Literal["all", "own", "seeded", "cohort"] = "all"
     feedback: bool = False
     scaled: bool = False
+    rescaled: bool = False
 
     def contractive(self, elements: int) -> bool:
         """Whether ‖C(x)−x‖² ≤ (1−δ)‖x‖² with a δ > 0 for every x: what error feedback needs."""
@@ -106,12 +109,17 @@ class Encoding(ABC):
     """One way to write a float32 vector as bytes.
 
     `chain` is its canonical text; `dense_dtype` is set where the bytes are a plain little-endian array,
-    which can be mapped and read as it lies.
+    which can be mapped and read as it lies. `keeps` names what it keeps in a client's memory.
     """
 
     chain: str
     traits: Traits
     dense_dtype: torch.dtype | None = None
+    keeps: tuple[str, ...] = ()
+
+    def over(self, layout: Layout) -> Encoding:
+        """This encoding of vectors of a layout. Some look at tensors and work over a layout alone."""
+        return self
 
     @abstractmethod
     def size_bound(self, elements: int) -> int:

@@ -38,10 +38,10 @@ class Largest:
 
     @classmethod
     def above(cls, values: Tensor, threshold: float) -> Largest:
-        """All magnitudes from `threshold` on."""
+        """All magnitudes from `threshold` on; zeros are none."""
         if len(values) and not all(bool(torch.isfinite(end)) for end in torch.aminmax(values)):
             raise refusal(0, len(values))
-        return cls(int(np.float32(threshold).view(np.int32)), len(values))
+        return cls(max(1, int(np.float32(threshold).view(np.int32))), len(values))
 
     @classmethod
     def _in_numpy(cls, values: Tensor, k: int) -> Largest:

@@ -33,6 +33,11 @@ class TransferTable(Table):
 
     @model_validator(mode="after")
     def _can_feed_back(self) -> Self:
+        if self.feedback == "on" and self.traits.rescaled:
+            raise ValueError(
+                f'feedback = "on" with up = {self.up!r}: values that are lengthened in the place of others '
+                "would be taken off twice from what is remembered; leave rescale or feedback out"
+            )
         if self.feedback == "on" and self.traits.lengthens(1 << 20) > 2.0:
             raise ValueError(
                 f'feedback = "on" with up = {self.up!r}: it may be longer than what it encodes, so what is '

@@ -6,7 +6,7 @@ Everything that can be wrong with a job and be known beforehand is refused here,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerT
 from roundtable.core.encodings import Encoding
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.discounts import Discount, constant
+from roundtable.core.layout import Layout
 from roundtable.core.privacy_table import (
     ClientLevel,
     ClientLocalLevel,
@@ -100,6 +101,10 @@ class Plan:
     discount: Discount = constant
     server: ServerPart | None = None
     down: Encoding | None = None
+
+    def over(self, layout: Layout) -> Plan:
+        """The plan for vectors of this layout, which encodings of models may look at."""
+        return self if self.down is None else replace(self, down=self.down.over(layout))
 
     def charge_of(self, round: int) -> Charge | None:
         """What publishing a round (from 1) costs the population; None where silos alone have accounts."""

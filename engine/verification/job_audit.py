@@ -84,5 +84,5 @@ class JobAudit:
         if self._plan is None:
             layout = open_model(self._bundle.object(self._bundle.job.initial_model)).layout
             slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
-            self._plan = make_plan(self._job, self._bundle.job.population, slices)
+            self._plan = make_plan(self._job, self._bundle.job.population, slices).over(layout)
         return self._plan

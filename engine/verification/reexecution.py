@@ -85,7 +85,8 @@ def _combined(
     ]
     paths = [bundle.object(row.digest) for row in rows]
     keys = [StreamKey(job.seed, row.client, row.round, row.attempt) for row in rows]
-    matrix = rows_in_files(paths, old.layout.sent.size, get_encoding(job.transfer.up), keys)
+    sent = old.layout.sent
+    matrix = rows_in_files(paths, sent.size, get_encoding(job.transfer.up).over(sent), keys)
     state = initial_server_state(plan, old.layout.size)
     if committed.state:
         state = ServerState.from_model(open_model(bundle.object(committed.state)))

@@ -83,7 +83,7 @@ def plan_of(
     round beside what is `spent`.
     """
     slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
-    plan = make_plan(job, population, slices, worst_charges(job.privacy, spent))
+    plan = make_plan(job, population, slices, worst_charges(job.privacy, spent)).over(layout)
     check_down_layout(job, layout)
     if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
         check_all(budgets_of(job.privacy, whose), spent, charge)
@@ -132,7 +132,7 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     if not isinstance(job.privacy, NoPrivacy):
         population = services.populations.of(job)
         account = Account(row.id, job, plan, population, services.database, services.clock, reserving)
-    collection: RoundCollection = PlainRounds(job, layout.sent.size, services)
+    collection: RoundCollection = PlainRounds(job, layout.sent, services)
     if masking_of(job.privacy) is not None:
         collection = SecureRounds(row.id, job, layout.sent.size, services, inbox, tasks)
     combiner = Combiner(job, plan, services.artifacts, services.trusted)

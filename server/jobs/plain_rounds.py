@@ -10,6 +10,7 @@ from roundtable.aggregation import rows_in_files
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.errors import SiteFailure, StorageError
+from roundtable.core.layout import Layout
 from roundtable.engine import Rows
 from roundtable.engine import messages as m
 from roundtable.server.door.agent_messages import UploadOffer
@@ -30,10 +31,10 @@ class DamagedUpdates(StorageError):
 class PlainRounds:
     """The collection without a protocol: it needs no messages and no state beside the uploads."""
 
-    def __init__(self, job: JobConfig, columns: int, services: JobServices) -> None:
-        self._encoding = get_encoding(job.transfer.up)
+    def __init__(self, job: JobConfig, sent: Layout, services: JobServices) -> None:
+        self._encoding = get_encoding(job.transfer.up).over(sent)
         self._seed = job.seed
-        self._columns = columns
+        self._columns = sent.size
         self._services = services
 
     def admit(self, action: m.Instruct) -> Sequence[bytes]:

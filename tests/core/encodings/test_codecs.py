@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundtable.core.encodings import GRID, StreamKey, compiled, get_encoding
+from roundtable.core.encodings import GRID, Encoding, StreamKey, compiled, get_encoding
 from roundtable.core.encodings.encoding import HeldBytes
 from roundtable.core.errors import EncodingError
+from roundtable.core.layout import Layout
 
 UNBIASED = [
     "qsgd",
@@ -38,11 +39,29 @@ CHAINS = [
     "topk(ratio=0.01) | int8",
     "topk(threshold=0.5) | nf4",
     "topk(ratio=1.0) | sign",
+    "topk(ratio=0.05, per=layer)",
+    "topk(threshold=0.25, per=layer) | int8",
+    "topk(ratio=0.02, rescale=true)",
+    "topk(ratio=0.02, per=layer, rescale=true) | nf4",
     "randomk(ratio=0.1)",
     "randomk(ratio=0.1, indices=cohort, scaled=false) | int8",
 ]
 DETERMINISTIC = [chain for chain in CHAINS if chain not in UNBIASED and not chain.startswith("randomk")]
 KEY = StreamKey(1, "a", 2, 3)
+
+
+def layout_of(count: int) -> Layout:
+    """Tensors of uneven sizes, matrices among them, with so many values in all; one has none."""
+    shapes, left = [(0,)], count
+    for shape in [(5,), (9, 7), (), (40, 3, 3), (60, 50), (12,)] * (count // 3000 + 1):
+        if math.prod(shape) <= left:
+            shapes.append(shape)
+            left -= math.prod(shape)
+    return Layout.of({f"t{number}": torch.empty(shape) for number, shape in enumerate([*shapes, (left,)])})
+
+
+def encoding_over(chain: str, count: int) -> Encoding:
+    return get_encoding(chain).over(layout_of(count))
 
 
 def values(count: int, seed: int) -> torch.Tensor:
@@ -55,7 +74,7 @@ def values(count: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("chain", CHAINS)
 @given(count=st.integers(0, 70) | st.integers(4000, 9000), seed=st.integers(0, 99))
 def test_kernels_and_torch_write_and_read_the_same_bits(chain: str, count: int, seed: int) -> None:
-    encoding, vector = get_encoding(chain), values(count, seed)
+    encoding, vector = encoding_over(chain, count), values(count, seed)
     data = b"".join(encoding.encode(vector, KEY))
     assert encoding.encoded_size(count) in (None, len(data))
     assert len(data) <= encoding.size_bound(count)
@@ -71,10 +90,10 @@ def test_kernels_and_torch_write_and_read_the_same_bits(chain: str, count: int, 
 @pytest.mark.parametrize("chain", DETERMINISTIC)
 @given(count=st.integers(1, 70) | st.integers(4000, 5000), seed=st.integers(0, 99))
 def test_the_error_and_the_lengthening_are_within_what_is_stated(chain: str, count: int, seed: int) -> None:
-    encoding, vector, out = get_encoding(chain), values(count, seed), torch.empty(count)
+    encoding, vector, out = encoding_over(chain, count), values(count, seed), torch.empty(count)
     encoding.decode(b"".join(encoding.encode(vector, KEY)), out, KEY)
     norm = float(vector.double().norm())
-    if "threshold" not in chain:
+    if "threshold" not in chain or "layer" in chain:
         assert float((out.double() - vector.double()).norm()) <= encoding.traits.worst(count) * norm * (
             1 + 1e-6
         )
@@ -106,6 +125,31 @@ def test_the_largest_values_are_taken_and_ties_by_the_lowest_place() -> None:
         assert torch.equal(out, expected)
 
 
+def test_per_layer_the_largest_of_each_tensor_are_taken_across_frames() -> None:
+    layout = Layout.of({name: torch.empty(size) for name, size in (("a", 3), ("b", 40 * GRID), ("c", 999))})
+    vector, out = values(layout.size, 5).round(), torch.empty(layout.size)
+    encoding = get_encoding("topk(ratio=0.01, per=layer)").over(layout)
+    encoding.decode(b"".join(encoding.encode(vector)), out)
+    for name, part in layout.unflatten(vector).items():
+        kept = torch.argsort(part.abs(), descending=True, stable=True)[: math.ceil(0.01 * len(part))]
+        expected = torch.zeros(len(part))
+        expected[kept] = part[kept]
+        assert torch.equal(layout.unflatten(out)[name], expected)
+    with pytest.raises(EncodingError, match="chooses in each tensor"):
+        get_encoding("topk(ratio=0.01, per=layer)").size_bound(layout.size)
+
+
+@pytest.mark.parametrize("per", ["vector", "layer"])
+def test_rescaled_values_have_the_norm_of_what_they_stand_for(per: str) -> None:
+    vector, out = values(5000, 2), torch.empty(5000)
+    encoding = encoding_over(f"topk(ratio=0.03, per={per}, rescale=true)", 5000)
+    encoding.decode(b"".join(encoding.encode(vector)), out)
+    for part, sent in zip(*(layout_of(5000).unflatten(each).values() for each in (vector, out)), strict=True):
+        if per == "layer":
+            assert float(sent.norm()) == pytest.approx(float(part.norm()), rel=1e-5)
+    assert float(out.norm()) == pytest.approx(float(vector.norm()), rel=1e-5)
+
+
 def test_small_frames_of_a_reader_are_the_whole_vector() -> None:
     count = 37 * GRID + 11
     vector = values(count, 3)
@@ -125,7 +169,7 @@ def test_what_is_not_finite_is_not_encoded(chain: str, bad: float) -> None:
     vector = values(300, 1)
     vector[:] = bad
     with pytest.raises(EncodingError, match="NaN, infinite or beyond"):
-        list(get_encoding(chain).encode(vector))
+        list(encoding_over(chain, 300).encode(vector))
 
 
 def frame(count: int, gaps: bytes, codes: bytes) -> bytes:
@@ -184,10 +228,10 @@ def test_changed_bytes_are_refused_or_decode_to_finite_values(
     """10,000 changed updates for each encoding with kernels, and 1,000 without."""
     if not kernels:
         monkeypatch.setattr(compiled, "load", lambda: None)
-    encoding, chance = get_encoding(chain), np.random.default_rng(1)
-    refused = 0
+    chance, refused = np.random.default_rng(1), 0
     for number in range(10_000 if kernels else 1_000):
         count = int(chance.integers(1, 300))
+        encoding = encoding_over(chain, count)
         data = b"".join(encoding.encode(values(count, number % 50), KEY))
         # Guards behind the end: a kernel that writes too far is seen.
         room = torch.full((count + 64,), 7.0)

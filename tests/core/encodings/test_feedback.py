@@ -13,6 +13,9 @@ from roundtable.core.config import parse_job
 from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.encodings.feedback import MEMORY, add_memory, without_memory
 from roundtable.core.errors import ConfigError
+from roundtable.core.layout import Layout
+
+FLAT = Layout.of({"x": torch.empty(9000)})
 
 
 def test_the_reference_rounds_with_one_that_is_not_committed(reference_dir: Path, tmp_path: Path) -> None:
@@ -23,7 +26,7 @@ def test_the_reference_rounds_with_one_that_is_not_committed(reference_dir: Path
     rounds = zip(case["input"], case["encoding"]["committed"], case["expected"]["rounds"], strict=True)
     for number, (delta, committed, expected) in enumerate(rounds):
         key = StreamKey(0, "a", number, 0)
-        _, _, memory = write_remembering(path, torch.tensor(delta), job, key, kept)
+        _, _, memory = write_remembering(path, torch.tensor(delta), job.transfer, FLAT, key, kept)
         sent = torch.empty(len(delta))
         encoding.decode(path.read_bytes(), sent, key)
         if committed:
@@ -43,7 +46,7 @@ def test_all_that_was_trained_is_sent_in_the_end(tmp_path: Path) -> None:
     for number in range(20):
         delta = torch.randn(9000, generator=torch.Generator().manual_seed(number))
         trained += delta
-        _, _, kept = write_remembering(path, delta, job, StreamKey(0, "a", number), kept)
+        _, _, kept = write_remembering(path, delta, job.transfer, FLAT, StreamKey(0, "a", number), kept)
         encoding.decode(path.read_bytes(), out)
         sent += out
     torch.testing.assert_close(sent + kept[MEMORY], trained, rtol=1e-4, atol=1e-4)
@@ -57,6 +60,13 @@ def test_a_memory_of_another_layout_is_dropped_aloud() -> None:
     assert without_memory({MEMORY: torch.ones(2)}) is None
 
 
-def test_feedback_on_what_lengthens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="may be longer than what it encodes"):
-        parse_job('task = "a:B"\n[transfer]\nup = "randomk(ratio=0.1)"\nfeedback = "on"')
+@pytest.mark.parametrize(
+    ("up", "said"),
+    [
+        ("randomk(ratio=0.1)", "may be longer than what it encodes"),
+        ("topk(ratio=0.1, rescale=true)", "would be taken off twice"),
+    ],
+)
+def test_feedback_on_what_lengthens_is_refused(up: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_job(f'task = "a:B"\n[transfer]\nup = "{up}"\nfeedback = "on"')
