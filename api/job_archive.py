@@ -5,7 +5,8 @@ state.json             the job as it stood: status, rounds, submitter
 rounds.jsonl           the committed rounds with their metrics, oldest first
 events.jsonl           its history, once it is over
 log.jsonl              the lines of its log that are kept, for who may read them, once it is over
-model.safetensors      the newest model; model-initial the first, model-round-000007 that of a round
+model.safetensors      the newest model; model-initial the first, model-round-000007 that of a round, among
+them the best where the job keeps it
 provenance.json        the coordinator's signed statement of where the newest model comes from
 manifest.json          BLAKE3 of all these: the archive's last member
 """
@@ -194,7 +195,9 @@ def _lines(operator: OperatorClient, job: str) -> list[dict[str, Any]]:
 
 def _models(detail: JobDetail, records: list[dict[str, Any]], all_models: bool) -> dict[str, str]:
     """File name → digest."""
-    wanted = {MODEL: detail.job.model.digest}
+    wanted, best = {MODEL: detail.job.model.digest}, detail.job.best
+    if detail.job.HasField("best") and best.round:
+        wanted[round_model(best.round)] = best.model.digest
     if all_models:
         wanted[FIRST_MODEL] = detail.initial_model.digest
         wanted |= {round_model(record["round"]): record["model"] for record in records[:-1]}

@@ -22,6 +22,7 @@ from roundtable.core.task import AnyTask, load_task
 from roundtable.core.toml import with_place
 from roundtable.engine.validation.down_composition import check_down_layout
 from roundtable.engine.validation.feasibility import check_rule
+from roundtable.engine.validation.kept_composition import check_kept_layout
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
 from roundtable.simulation.world.config import check_population
 from roundtable.simulation.world.tables_check import check_tables
@@ -60,6 +61,7 @@ def _prepared(job: JobConfig, path: Path, start: Path | None) -> Prepared:
     population = likely_population(job)
     plan = make_plan(job, population, slices, folder=folder)
     check_down_layout(job, model.layout)
+    check_kept_layout(job, model.layout)
     if job.cohort.size is not None or job.round.buffer is not None:
         check_rule(job, plan, population)
     check_task(task, job, model.layout)

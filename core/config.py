@@ -19,6 +19,7 @@ from roundtable.core.algorithms.known_algorithms import AlgorithmField
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.discounts import DISCOUNTED_BY, Discount, make_discount
+from roundtable.core.job_tables.keep_table import KeepTable
 from roundtable.core.job_tables.metrics_table import MetricsTable
 from roundtable.core.job_tables.model_table import ModelTable
 from roundtable.core.job_tables.queue_table import QueueTable, ResourcesTable
@@ -310,6 +311,7 @@ class JobConfig(Table):
         description='figures from sums over all silos, by name: f1 = "2*tp/(2*tp+fp+fn)"',
     )
     stop: StopTable = Field(default_factory=StopTable)
+    keep: KeepTable = Field(default_factory=KeepTable)
     transfer: TransferTable = Field(default_factory=TransferTable)
     tracking: TrackingTable = Field(default_factory=TrackingTable)
     queue: QueueTable = Field(default_factory=QueueTable)

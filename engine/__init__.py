@@ -1,5 +1,6 @@
 """The round engine: events in, actions out; the same for the coordinator and the simulation."""
 
+from roundtable.engine.best_model import Best, best_after
 from roundtable.engine.combining.combine import Combined, RoundAccount, combine, try_rule
 from roundtable.engine.combining.received import GroupMean, GroupMeans, Mean, Received, Rows
 from roundtable.engine.combining.server_state import ServerState, initial_server_state
@@ -14,6 +15,7 @@ from roundtable.engine.view import ClientView, EngineView
 
 __all__ = [
     "STRATEGIES",
+    "Best",
     "Candidate",
     "CentralNoise",
     "ClientView",
@@ -33,6 +35,7 @@ __all__ = [
     "Rows",
     "ServerState",
     "add_up",
+    "best_after",
     "combine",
     "figures",
     "initial_server_state",

@@ -37,7 +37,7 @@ class Phases:
             self._stop_now("failed", f"none of the {done} rounds has made a model; the history says why")
         else:
             without = f", {closed} of them without a model" if closed else ""
-            self._stop_now("finished", f"all {done} rounds are done{without}")
+            self._stop_now("finished", f"all {done} rounds are done{without}{self._of_the_best()}")
 
     def begin_attempt(self, number: int, attempt: int, now: float) -> None:
         """Begins an attempt at a round; the ledger authorises it first, where there is a privacy budget."""
@@ -193,7 +193,7 @@ class Phases:
         attempt = self._context.attempt()
         assert attempt.record is not None
         assert self._state.started is not None
-        self._state.summary.add(attempt.record, self._job.stop, self._state.separation)
+        self._state.summary.add(attempt.record, self._job, self._state.separation)
         closed, on_end = attempt.record.closed, self._state.summary.on_end
         if closed:
             reason = f"is closed without a model, because its sum may be known: {closed}"
@@ -215,7 +215,7 @@ class Phases:
         where = " before the round" if self._job.evaluation.bounds else ""
         enough = stop_reason(self._job.stop, self._state.summary.trend, now - self._state.started, where)
         if enough is not None:
-            self._stop_now("finished", enough)
+            self._stop_now("finished", enough + self._of_the_best())
         elif closed and on_end > self._job.cohort.retries and attempt.round < self._job.rounds:
             message = f"{on_end} rounds on end were closed without a model; the last reason: {closed}"
             self._stop_now("paused", message)
@@ -223,6 +223,13 @@ class Phases:
             self.wait_in_line(self._state.yielding, now)
         else:
             self.next_round(now)
+
+    def _of_the_best(self) -> str:
+        """Which model the job gives, where it is not simply its last."""
+        if not self._job.keep.best:
+            return ""
+        best, metric = self._state.summary.best, self._job.stop.metric or ""
+        return f"; {best.told(metric) if best else f'no round has measured {metric}: the model is the last'}"
 
     def wait_in_line(self, reason: str, now: float) -> None:
         """Gives up the turn between two attempts: nothing is asked of anybody before the next `Start`."""

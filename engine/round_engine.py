@@ -115,7 +115,7 @@ class RoundEngine:
         """The engine of the snapshot; nobody counts as online until `ClientJoined` says so."""
         state = from_plain(snapshot)
         for record in history:
-            state.summary.add(record, job.stop, state.separation)
+            state.summary.add(record, job, state.separation)
         return cls(job, state, population, strategy)
 
     @contextmanager

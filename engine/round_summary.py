@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from roundtable.core.config import StopTable
+from roundtable.core.config import JobConfig
+from roundtable.engine.best_model import Best, best_after
 from roundtable.engine.messages import RoundRecord
 from roundtable.engine.metrics import mean
 from roundtable.engine.stopping import Trend
@@ -18,7 +19,7 @@ class RoundSummary:
     """`done` rounds are committed, `closed` of them without a model, the last `on_end` one after the other.
 
     `recent` holds the contributors of the last `separation` − 1 rounds, in which a client has to rest. The
-    trends are of the metric that the job may stop by.
+    trends are of the metric that the job may stop by; `best` is the model that `[keep] best` asks for.
     """
 
     done: int = 0
@@ -27,13 +28,14 @@ class RoundSummary:
     recent: list[tuple[str, ...]] = field(default_factory=list)
     evaluated: Trend = field(default_factory=Trend)
     trained: Trend = field(default_factory=Trend)
+    best: Best | None = None
 
     @property
     def trend(self) -> Trend:
         """Over the evaluated models, of a round or before it; over training where none has the metric."""
         return self.evaluated if self.evaluated.last is not None else self.trained
 
-    def add(self, record: RoundRecord, stop: StopTable, separation: int) -> None:
+    def add(self, record: RoundRecord, job: JobConfig, separation: int) -> None:
         """Adds a committed round; `separation` is the least number of rounds between two contributions."""
         self.done += 1
         self.closed += bool(record.closed)
@@ -41,6 +43,9 @@ class RoundSummary:
         if separation > 1:
             # Published records name those who were left out among the contributors: they rest as well.
             self.recent = [*self.recent, (*record.contributors, *record.excluded)][1 - separation :]
+        stop = job.stop
+        if job.keep.best:
+            self.best = best_after(self.best, record, stop)
         if stop.metric is not None:
             tested = record.evaluation or record.before
             for trend, sums in ((self.evaluated, tested), (self.trained, record.training)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 
 from roundtable.core.config import StopTable
 
@@ -20,7 +21,8 @@ class Trend:
     def add(self, value: float, stop: StopTable) -> None:
         """The next value."""
         sign = _sign(stop)
-        if self.best is None or sign * (value - self.best) > stop.minimum_improvement:
+        # What is not finite is no improvement, and nothing to improve on.
+        if isfinite(value) and (self.best is None or sign * (value - self.best) > stop.minimum_improvement):
             self.best, self.stale = value, 0
         else:
             self.stale += 1

@@ -187,6 +187,7 @@ class Job(google.protobuf.message.Message):
     UPDATED_FIELD_NUMBER: builtins.int
     SUBMITTER_FIELD_NUMBER: builtins.int
     OWN_FIELD_NUMBER: builtins.int
+    BEST_FIELD_NUMBER: builtins.int
     id: builtins.str
     name: builtins.str
     status: builtins.str
@@ -205,6 +206,10 @@ class Job(google.protobuf.message.Message):
     def model(self) -> roundtable.proto.common_pb2.Artifact:
         """Newest committed model."""
 
+    @property
+    def best(self) -> global___BestModel:
+        """The best model so far, where the job keeps it and a round has measured one."""
+
     def __init__(
         self,
         *,
@@ -219,11 +224,37 @@ class Job(google.protobuf.message.Message):
         updated: builtins.float = ...,
         submitter: builtins.str = ...,
         own: builtins.bool = ...,
+        best: global___BestModel | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["id", b"id", "model", b"model", "name", b"name", "own", b"own", "reason", b"reason", "rounds", b"rounds", "rounds_done", b"rounds_done", "status", b"status", "submitted", b"submitted", "submitter", b"submitter", "updated", b"updated"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["best", b"best", "model", b"model"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["best", b"best", "id", b"id", "model", b"model", "name", b"name", "own", b"own", "reason", b"reason", "rounds", b"rounds", "rounds_done", b"rounds_done", "status", b"status", "submitted", b"submitted", "submitter", b"submitter", "updated", b"updated"]) -> None: ...
 
 global___Job = Job
+
+@typing.final
+class BestModel(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    round: builtins.int
+    """The round that made it; 0 for the model that the job began with."""
+    value: builtins.float
+    """Of the metric that [stop] names."""
+    @property
+    def model(self) -> roundtable.proto.common_pb2.Artifact: ...
+    def __init__(
+        self,
+        *,
+        round: builtins.int = ...,
+        value: builtins.float = ...,
+        model: roundtable.proto.common_pb2.Artifact | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "round", b"round", "value", b"value"]) -> None: ...
+
+global___BestModel = BestModel
 
 @typing.final
 class ListJobsRequest(google.protobuf.message.Message):

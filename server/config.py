@@ -99,6 +99,9 @@ class ServerConfig(Table):
     keep_every: int = Field(
         0, ge=0, description="and the model of every so-manyth round, for good; 0 keeps no others"
     )
+    keep_wanted: int = Field(
+        100, ge=0, description="models that a job may have kept by its [keep] every, over all its rounds"
+    )
     keep_updates: int = Field(
         0,
         ge=0,

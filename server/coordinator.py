@@ -149,7 +149,7 @@ class Coordinator:
         self._sessions.disabled = {each.name: each.disabled for each in known if each.disabled}
         self._together = GroupedWrites(self._database)
         alerts = Alerts(config.alerts)
-        keep = Keep(config.keep_models, config.keep_every, config.keep_updates)
+        keep = Keep(config.keep_models, config.keep_every, config.keep_updates, wanted=config.keep_wanted)
         replicas = Replicas(config.copies, artifacts)
         services = JobServices(
             database=self._database,

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from roundtable.core.toml import with_place
 from roundtable.engine.messages import Note, RoundRecord, Step
 from roundtable.engine.validation.down_composition import check_down_layout
 from roundtable.engine.validation.feasibility import check_budget, check_rule
+from roundtable.engine.validation.kept_composition import check_kept_layout
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
 from roundtable.simulation.backend import Backend, Work, World
 from roundtable.simulation.backends.sequential import one_thread
@@ -39,6 +41,7 @@ from roundtable.simulation.choose_backend import make_backend
 from roundtable.simulation.driver import Driver
 from roundtable.simulation.reporting.comparison import flat
 from roundtable.simulation.reporting.history import History
+from roundtable.simulation.reporting.kept_models import Keeper
 from roundtable.simulation.reporting.progress import Progress, Report
 from roundtable.simulation.reporting.result import Result
 from roundtable.simulation.reporting.run_directory import RunDirectory
@@ -86,6 +89,7 @@ def simulate(
         slices = tuple(place for _, place in layout.sent.slices())
         plan = make_plan(job, job.simulation.clients, slices, folder=folder).over(layout)
         check_down_layout(job, layout)
+        check_kept_layout(job, layout)
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)
         check_task(world.task, job, layout)
@@ -100,7 +104,8 @@ def simulate(
             run.describe(_environment(backend.name, backend.description, why))
         trackers = _trackers(job, run, folder)
         stack.callback(trackers.close, finished=False)
-        listener = _Listener(job, run, progress, trackers)
+        keeper = Keeper(job, world.initial, run)
+        listener = _Listener(job, run, progress, trackers, keeper)
         if weak is not None:
             listener.note(Note("weak_signal", f"warning: {weak}"), 0.0)
         if stays := travel_note(job, layout):
@@ -110,8 +115,9 @@ def simulate(
             listener.taken_up(last[1])
             driver.resume(last[0], last[1].records)
         driver.run()
-        model = whole_model(job, world.task, driver.model)
         history = History(tuple(driver.history), tuple(listener.seconds))
+        models = keeper.models(len(history), partial(whole_model, job, world.task))
+        model = models[keeper.best.round if keeper.best else len(history)]
         how = f"{backend.name} ({why}), {backend.description}"
         result = Result(
             job,
@@ -121,6 +127,8 @@ def simulate(
             driver.status.reason,
             how,
             run.path if run else None,
+            keeper.best,
+            models,
         )
         trackers.close(finished=True)
         if run is not None and history.records:
@@ -183,9 +191,15 @@ class _Listener:
     """Passes on what happens: to the run directory, to trackers, and to whoever watches."""
 
     def __init__(
-        self, job: JobConfig, run: RunDirectory | None, report: Report | None, trackers: Trackers
+        self,
+        job: JobConfig,
+        run: RunDirectory | None,
+        report: Report | None,
+        trackers: Trackers,
+        keeper: Keeper,
     ) -> None:
         self._job = job
+        self._keeper = keeper
         self._trackers = trackers
         self._run = run
         self._report = report
@@ -198,6 +212,7 @@ class _Listener:
     def taken_up(self, history: History) -> None:
         """A run goes on: trackers hear what they may have missed."""
         self.seconds = list(history.seconds)
+        self._keeper.taken_up(history)
         for record, row in zip(history.records, history, strict=True):
             self._trackers.log(record.round, row)
 
@@ -206,8 +221,9 @@ class _Listener:
         seconds, self._round_begun = now - self._round_begun, now
         self.seconds.append(seconds)
         self._new_rounds += 1
+        best = self._keeper.committed(record, model)
         if self._run is not None:
-            self._run.commit(record, seconds, checkpoint())
+            self._run.commit(record, seconds, checkpoint(), best)
         self._trackers.log(record.round, History((record,), (seconds,))[0])
         if self._report is not None:
             left = (now - self._begun) / self._new_rounds * (self._job.rounds - record.round)

@@ -153,6 +153,8 @@ def _values(result: Result) -> dict[str, Any]:
         "reason": result.reason,
         "backend": result.backend,
         "history": [dict(row) for row in result.history],
+        "best": asdict(result.best) if result.best else None,
+        "kept": list(result.models),
         "secure_aggregation": result.secure_aggregation,
         "privacy": result.model.metadata.get("privacy"),
         "clients": list(result.clients),
@@ -166,6 +168,8 @@ def _values(result: Result) -> dict[str, Any]:
 def _report(result: Result) -> None:
     say()
     say(f"{result.job.title}: {result.status}, {result.reason}")
+    if result.best is not None:
+        say(f"The run gives the model of round {result.best.round}.")
     say(f"Backend: {result.backend}.")
     if result.job.privacy.level != "none":
         say(

@@ -246,7 +246,10 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "Job": {
         **_of(Tells.PUBLIC, "id name status reason rounds_done rounds submitted updated submitter own"),
         "model": Tells.NOISY,
+        "best": Tells.EVALUATION,
     },
+    # Refused for jobs at whose level silos' metrics are not told.
+    "BestModel": {**_of(Tells.EVALUATION, "round value"), "model": Tells.NOISY},
     # Whose turn it is follows from the jobs and from who is connected.
     "QueuedJob": _of(
         Tells.PUBLIC, "job place project priority level since reason expected silos connected least"

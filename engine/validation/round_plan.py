@@ -35,6 +35,7 @@ from roundtable.engine.selection import Strategy
 from roundtable.engine.validation.algorithm_composition import check_algorithm
 from roundtable.engine.validation.buffered_composition import check_buffered
 from roundtable.engine.validation.down_composition import down_encoding
+from roundtable.engine.validation.kept_composition import check_kept
 from roundtable.engine.validation.privacy_soundness import check_soundness
 from roundtable.engine.validation.round_noise import (
     CentralNoise,
@@ -177,6 +178,7 @@ def make_plan(
         check_buffered(job)
     check_transfer(job, folder)
     check_bounds(job)
+    check_kept(job, algorithm)
     check_soundness(job, aggregation)
     check_secure(job, aggregation)
     noise = _noise(job, population, slices, spent)

@@ -81,9 +81,12 @@ class JobPromise:
     dimension: int | None = None
 
 
-def job_to(row: JobRow, size: int, own: bool) -> operator_pb2.Job:
+def job_to(row: JobRow, size: int, best_size: int, own: bool) -> operator_pb2.Job:
     """A job as operators see it; `size` is its newest model's, `own` whether it is the caller's."""
+    best = common_pb2.Artifact(digest=row.best_model, size=best_size)
+    told = operator_pb2.BestModel(round=row.best_round, value=row.best_value, model=best)
     return operator_pb2.Job(
+        best=told if row.best_model else None,
         id=row.id,
         name=row.name,
         status=row.status,

@@ -133,6 +133,7 @@ class JobRegistry:
             whose_jobs = submission.submitter_role, submission.submitter
             admit(sum(runner.row.is_of(*whose_jobs) for runner in self._runners.values()))
             job = await asyncio.to_thread(parse_job, submission.config)
+            self._services.retention.keep.check_wanted(job)
             whose = self._services.populations.of(job)
             check_counted(job, await self._services.database.read(lambda c: budget_of(c, whose)))
             await self._check_model(submission.model)

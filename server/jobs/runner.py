@@ -331,6 +331,7 @@ class JobRunner:
     async def _persist(self, batch: PendingTransition) -> None:
         state, now = self._engine.state, self._services.clock()
         place = self._place(batch)
+        row = self.row.after((told.value for told in batch.records), state.summary.best)
         failpoint("transition_due", *place)
         step = Transition(
             job=self.row.id,
@@ -345,15 +346,11 @@ class JobRunner:
             artifacts=batch.artifacts,
             records=batch.records,
             released=_released(batch.actions),
+            best=(row.best_model, row.best_round, row.best_value) if row.best_model else None,
         )
         await self._until_written(step, place)
         failpoint("transition_stored", *place)
-        row = replace(self.row, version=step.version, status=step.status, reason=step.reason, updated=now)
-        for record in (told.value for told in batch.records):
-            row = replace(
-                row, model=record["model"], optimizer=record["optimizer"], rounds_done=record["round"]
-            )
-        self.row = row
+        self.row = replace(row, version=step.version, status=step.status, reason=step.reason, updated=now)
 
     async def _until_written(self, step: Transition, place: tuple[int, str]) -> None:
         def write(connection: Connection) -> None:

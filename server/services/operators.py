@@ -320,8 +320,8 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         return to_operators.client_to(replace(row, last_seen=heard), True, state)
 
     def _job(self, row: JobRow) -> operator_pb2.Job:
-        size = self._size(row.model)
-        return to_operators.job_to(row, size, row.is_of(*principal().party))
+        sizes = self._size(row.model), self._size(row.best_model)
+        return to_operators.job_to(row, *sizes, row.is_of(*principal().party))
 
     def _proven(self, asked: door.JobWish, who: str) -> Submission:
         """The submission with what shows silos who asked: for one with a token, our own signature."""

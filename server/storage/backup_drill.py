@@ -148,9 +148,9 @@ def _check_jobs(jobs: list[JobRow]) -> None:
 
 
 def _check_goes_on(connection: Connection) -> None:
-    """Jobs that are not over must have the model that they go on from."""
+    """Jobs that are not over must have the model that they go on from, and the best one that they keep."""
     for job in unfinished_jobs(connection):
-        needed = sorted({job.model, job.initial_model, job.optimizer} - {""})
+        needed = sorted({job.model, job.initial_model, job.optimizer, job.best_model} - {""})
         if missing := set(needed) - mentioned(connection, needed):
             raise StorageError(
                 f"job {job.id} cannot go on: {', '.join(sorted(missing))} is not in the backup"

@@ -64,7 +64,7 @@ class Retention:
     ) -> None:
         self._database = database
         self._artifacts = artifacts
-        self._keep = keep
+        self.keep = keep
         self._stay = stay or Stay()
         self.replicas = replicas
 
@@ -78,11 +78,11 @@ class Retention:
 
         def forget(connection: Connection) -> list[str]:
             unneeded = [
-                *spent_updates(connection, job, record.round, self._keep),
-                *old_models(connection, job, self._keep),
+                *spent_updates(connection, job, record.round, self.keep),
+                *old_models(connection, job, self.keep),
                 *old_deltas(connection),
             ]
-            return forget_unused(connection, unneeded, self._keep)
+            return forget_unused(connection, unneeded, self.keep)
 
         try:
             deleted = await self._database.write(forget)
@@ -104,14 +104,14 @@ class Retention:
             log.warning("copies are made after the next commit: %s", error)
             return
         for row in rows:
-            for digest in (row.initial_model, row.model, row.optimizer):
+            for digest in filter(None, (row.initial_model, row.model, row.optimizer, row.best_model)):
                 self.replicas.offer(digest)
         for archive in archived:
             self.replicas.offer(archive.artifact)
 
     async def delete_job(self, job: str, who: str, now: float) -> bool:
         """Deletes a job that is over, but for its charges; False where it is not, or was deleted before."""
-        forgotten = await self._database.write(lambda c: delete_job(c, job, who, now, self._keep))
+        forgotten = await self._database.write(lambda c: delete_job(c, job, who, now, self.keep))
         if forgotten is None:
             return False
         await self._delete(forgotten)
@@ -122,14 +122,14 @@ class Retention:
         """Deletes what crashes, failed attempts and finished jobs have left; returns how many artifacts."""
 
         def forget(connection: Connection) -> list[str]:
-            unused = forget_unused(connection, left_over(connection, now - UNUSED_SECONDS), self._keep)
+            unused = forget_unused(connection, left_over(connection, now - UNUSED_SECONDS), self.keep)
             if self._stay.events:
                 retire_events(connection, now - self._stay.events, now)
             if self._stay.lines:
                 retire_lines(connection, now - self._stay.lines, now)
                 retire_reports(connection, now - self._stay.lines)
             if self._stay.artifacts:
-                keep = replace(self._keep, ended_before=now - self._stay.artifacts)
+                keep = replace(self.keep, ended_before=now - self._stay.artifacts)
                 unused += retire_artifacts(connection, keep, now)
             return unused
 

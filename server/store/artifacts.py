@@ -9,8 +9,9 @@ from functools import lru_cache
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from roundtable.core.config import job_from_json
-from roundtable.core.errors import RoundtableError
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.errors import ConfigError, RoundtableError
+from roundtable.core.job_tables.keep_table import KeepTable
 from roundtable.engine.validation.repeatable import why_not_repeatable
 from roundtable.server.store import tables
 from roundtable.server.store.rows import ArtifactRow
@@ -21,17 +22,32 @@ LIVE = ("waiting", "running", "paused")
 
 @dataclass(frozen=True)
 class Keep:
-    """Which models stay: those of each job's `newest` rounds, and of every `every`-th (0: of no other).
+    """Which models stay: those of each job's `newest` rounds, and of every `every`-th (0: of no other),
+    beside those that the job's own `[keep]` names.
 
     `updates` is the number of a job's newest rounds of which everything stays that it takes to make their
     models again: their updates, the models and the optimizer states that they began with. Of jobs that
-    have been over since before `ended_before` nothing stays.
+    have been over since before `ended_before` nothing stays. `wanted` is the most models that a job's own
+    `every` may name.
     """
 
     newest: int
     every: int = 0
     updates: int = 0
     ended_before: float = 0.0
+    wanted: int = 100
+
+    def check_wanted(self, job: JobConfig) -> None:
+        """ConfigError for a job that wants more models kept than this coordinator keeps."""
+        every = job.keep.every
+        if every and job.rounds // every > self.wanted:
+            remedy = "leave it out"
+            if self.wanted:
+                remedy = f"set keep.every = {-(-job.rounds // self.wanted)} or more"
+            raise ConfigError(
+                f"keep.every = {every} over {job.rounds} rounds would keep {job.rounds // every} models; "
+                f"this coordinator keeps at most {self.wanted} of a job (keep_wanted): {remedy}"
+            )
 
     def repeatable(self, config: str) -> int:
         """The number of a job's newest rounds that can be made again; `config` is the job's JSON."""
@@ -41,6 +57,15 @@ class Keep:
         """The number of the newest rounds whose models stay."""
         repeatable = self.repeatable(config)
         return max(self.newest, repeatable + 1) if repeatable else self.newest
+
+
+@lru_cache(maxsize=256)
+def _wanted(config: str) -> KeepTable:
+    """What the job itself wants kept; nothing where it cannot be read here, any more."""
+    try:
+        return job_from_json(config).keep
+    except (RoundtableError, ValueError):
+        return KeepTable()
 
 
 @lru_cache(maxsize=256)
@@ -136,7 +161,7 @@ def mentioned(connection: Connection, digests: Sequence[str]) -> set[str]:
 def forget_unused(connection: Connection, digests: Sequence[str], keep: Keep) -> list[str]:
     """Deletes the rows of those that no job needs, and returns them; the files may then go.
 
-    Needed are each job's initial and newest model and optimizer state, what its running round has made
+    Needed are each job's initial, newest and best model and optimizer state, what its running round has made
     and received, the rounds that are to be kept, and archives of the audit log.
     """
     gone = [digest for digest in digests if not _needed(connection, digest, keep)]
@@ -150,7 +175,10 @@ def _needed(connection: Connection, digest: str, keep: Keep) -> bool:
     current = sa.select(jobs.id).where(
         _counts(keep),
         sa.or_(
-            *(column == digest for column in (jobs.initial_model, jobs.model, jobs.optimizer)),
+            *(
+                column == digest
+                for column in (jobs.initial_model, jobs.model, jobs.optimizer, jobs.best_model)
+            ),
             sa.and_(jobs.status.in_(LIVE), jobs.snapshot.contains(digest)),
         ),
     )
@@ -174,7 +202,8 @@ def _recent(connection: Connection, digest: str, keep: Keep) -> bool:
         age = row.rounds_done - row.round
         is_model = row.model == digest
         most = keep.models(row.config) if is_model else keep.repeatable(row.config) + 1
-        if age < most or (is_model and keep.every and row.round % keep.every == 0):
+        every = keep.every and row.round % keep.every == 0
+        if age < most or (is_model and (every or _wanted(row.config).rounds(row.round))):
             return True
     sent = sa.select(updates.round, jobs.rounds_done, jobs.config).join(tables.jobs, jobs.id == updates.job)
     sent = sent.where(_counts(keep))

@@ -27,7 +27,7 @@ def delete_job(connection: Connection, job: str, who: str, now: float, keep: Kee
     digests = artifacts_of(connection, job)
     for table in (tables.events, tables.updates, tables.rounds, tables.job_lines):
         connection.execute(sa.delete(table).where(table.c.job == job))
-    gone = {"initial_model": "", "model": "", "optimizer": "", "snapshot": "{}"}
+    gone = {"initial_model": "", "model": "", "optimizer": "", "best_model": "", "snapshot": "{}"}
     values = {**gone, "status": DELETED, "reason": f"deleted by {who}", "updated": now}
     connection.execute(sa.update(tables.jobs).where(tables.jobs.c.id == job).values(values))
     forgotten = forget_unused(connection, digests, keep)
@@ -51,7 +51,7 @@ def artifacts_of(connection: Connection, job: str) -> list[str]:
         sa.select(updates.digest).where(updates.job == job),
         *(
             sa.select(column).where(jobs.id == job)
-            for column in (jobs.initial_model, jobs.model, jobs.optimizer)
+            for column in (jobs.initial_model, jobs.model, jobs.optimizer, jobs.best_model)
         ),
     )
     digests = sorted(set(connection.execute(had).scalars()) - {""})

@@ -47,7 +47,8 @@ class Transition:
 
     `records` are committed rounds as JSON objects with at least round, attempt, model, optimizer,
     cohort, contributors, charge and ended; each is written exactly once. `released` names the
-    (round, attempt) whose new model is shown to anybody from now on.
+    (round, attempt) whose new model is shown to anybody from now on. `best` is (model, round, value) of the
+    best model, where the job keeps it.
     """
 
     job: str
@@ -62,6 +63,7 @@ class Transition:
     artifacts: list[ArtifactRow] = field(default_factory=list)
     records: list[Told[dict[str, Any]]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
+    best: tuple[str, int, float] | None = None
 
 
 def insert_job(
@@ -89,6 +91,8 @@ def apply(connection: Connection, step: Transition) -> None:
     }
     for record in records:
         values |= {"model": record["model"], "optimizer": record["optimizer"], "rounds_done": record["round"]}
+    if step.best is not None:
+        values |= dict(zip(("best_model", "best_round", "best_value"), step.best, strict=True))
     table = tables.jobs.c
     change = sa.update(tables.jobs).where(table.id == step.job, table.version == step.version - 1)
     if connection.execute(change.values(values)).rowcount == 0:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy.engine import Row
 
+from roundtable.engine.best_model import Best
+
 
 @dataclass(frozen=True)
 class JobRow:
-    """A job as it is stored. `snapshot` is the round engine's."""
+    """A job as it is stored. `snapshot` is the round engine's; `best_model` is "" where none is kept."""
 
     id: str
     name: str
@@ -33,10 +35,26 @@ class JobRow:
     submitted: float
     updated: float
     submitter_role: str = ""
+    best_model: str = ""
+    best_round: int = 0
+    best_value: float = 0.0
 
     def is_of(self, role: str, name: str) -> bool:
         """Whether this party submitted the job; jobs of before roles were noted go by the name alone."""
         return self.submitter == name and self.submitter_role in (role, "")
+
+    def after(self, records: Iterable[Mapping[str, Any]], best: Best | None) -> JobRow:
+        """The row once these rounds are committed, the next ones; `best` is the job's best model then."""
+        models, row = {self.rounds_done: self.model}, self
+        for record in records:
+            done, model = record["round"], record["model"]
+            row, models[done] = (
+                replace(row, model=model, optimizer=record["optimizer"], rounds_done=done),
+                model,
+            )
+        if best is not None and best.round in models:
+            row = replace(row, best_model=models[best.round], best_round=best.round, best_value=best.value)
+        return row
 
     @classmethod
     def of(cls, row: Row[Any]) -> JobRow:

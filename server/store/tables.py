@@ -89,6 +89,10 @@ jobs = Table(
     Column("initial_model", DIGEST, nullable=False),
     Column("model", DIGEST, nullable=False),
     Column("optimizer", DIGEST, nullable=False),
+    # The best model where the job keeps it, with its round; empty where there is none.
+    Column("best_model", DIGEST, nullable=False, server_default=""),
+    Column("best_round", Integer, nullable=False, server_default="0"),
+    Column("best_value", Double, nullable=False, server_default="0"),
     Column("status", String(20), nullable=False),
     Column("reason", Text, nullable=False),
     Column("rounds", Integer, nullable=False),

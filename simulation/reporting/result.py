@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,19 @@ from typing_extensions import override
 from roundtable.core.config import JobConfig
 from roundtable.core.models import Model
 from roundtable.core.paths import AnyPath
+from roundtable.engine import Best
 from roundtable.simulation.reporting.client_table import ClientTable
 from roundtable.simulation.reporting.history import History
+from roundtable.simulation.reporting.kept_models import KeptModels
 from roundtable.simulation.reporting.plots import curves
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its rounds, the last model, and how it ran.
+    """A finished run: its rounds, its model, and how it ran.
 
+    model: the last, or with `[keep] best` the best, whose round and metric are in `best`. models: those that
+    are there by round, 0 the initial one: the last, the best, and every so many (`[keep] every`).
     status and reason: how it ended, in the engine's words. backend: what ran the clients and why.
     """
 
@@ -30,6 +34,8 @@ class Result:
     reason: str
     backend: str
     run_dir: Path | None = None
+    best: Best | None = None
+    models: KeptModels = field(default_factory=KeptModels)
 
     @property
     def secure_aggregation(self) -> str:
@@ -39,9 +45,10 @@ class Result:
 
     @property
     def clients(self) -> ClientTable:
-        """What each client measured of the last model that was evaluated."""
+        """What each client measured of the best model where that is kept, else of the last evaluated one."""
         told = [record for record in self.history.records if record.client_metrics]
-        return ClientTable.of(self.job, told[-1]) if told else ClientTable(0, {})
+        of_best = [record for record in told if self.best is not None and record.round == self.best.round]
+        return ClientTable.of(self.job, (of_best or told)[-1]) if told else ClientTable(0, {})
 
     def plot(self, path: AnyPath | None = None) -> Any:
         """Loss and metrics over rounds, as a matplotlib Figure; also written to `path` if one is given.

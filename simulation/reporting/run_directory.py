@@ -5,7 +5,8 @@
     history.jsonl      one line a committed round: its whole record, and the real seconds it took
     history.csv        the same as a table; written at the end, like curves.png and model.safetensors
     events.jsonl       what happened beside: failures, retries, waiting
-    state/             the last committed round: checkpoint.json names the other files
+    state/             the last committed round: checkpoint.json names the other files; the models that
+                       [keep] names, as model-ROUND.safetensors
 
 The checkpoint is renamed into place once the files that it names are there, so that a run that is
 killed at any moment goes on from its last committed round. The history may then be one line ahead.
@@ -27,7 +28,7 @@ from torch import Tensor
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, StorageError
 from roundtable.core.models import Model, model_blocks, open_model
-from roundtable.engine import ServerState, record_from_plain, record_to_plain
+from roundtable.engine import Best, ServerState, record_from_plain, record_to_plain
 from roundtable.engine.messages import Note, RoundRecord
 from roundtable.simulation.checkpoint import Checkpoint
 from roundtable.simulation.reporting.history import History
@@ -43,6 +44,7 @@ class RunDirectory:
     def __init__(self, path: Path, job: JobConfig, resume: bool) -> None:
         """Raises ConfigError for a folder that holds another run, StorageError where it cannot be used."""
         self.path = path
+        self._keep = job.keep
         self._state = path / "state"
         try:
             self._state.mkdir(parents=True, exist_ok=True)
@@ -79,8 +81,8 @@ class RunDirectory:
             line |= {"client": note.client, "message": note.message}
             self._events.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def commit(self, record: RoundRecord, seconds: float, checkpoint: Checkpoint) -> None:
-        """Makes a round durable against the death of this process."""
+    def commit(self, record: RoundRecord, seconds: float, checkpoint: Checkpoint, best: Best | None) -> None:
+        """Makes a round durable against the death of this process; `best` is the best model with it."""
         number = record.round
         _write_model(self._state / f"model-{number}.safetensors", checkpoint.model)
         _write_model(self._state / f"server-{number}.safetensors", checkpoint.server.to_model())
@@ -91,7 +93,7 @@ class RunDirectory:
         values = {"round": number, "now": checkpoint.now, "engine": checkpoint.engine}
         values["earlier"] = sorted(checkpoint.earlier)
         _write_whole(self._state / "checkpoint.json", json.dumps(values))
-        self._forget(number, checkpoint.earlier)
+        self._forget(number, {*checkpoint.earlier, *([best.round] if best else ())})
 
     def last(self, initial: Model) -> tuple[Checkpoint, History] | None:
         """Where to go on from; None if no round is committed yet. What is later than that is removed."""
@@ -130,8 +132,22 @@ class RunDirectory:
         history.to_csv(self.path / "history.csv")
         _write_model(self.path / "model.safetensors", model)
 
+    def models(self, done: int) -> tuple[int, ...]:
+        """The rounds up to `done` whose models are kept, in order."""
+        return tuple(made for made in self._models() if made <= done)
+
+    def model(self, made: int) -> Model:
+        """The model of one of them. Raises StorageError where it is gone."""
+        try:
+            return open_model(self._state / f"model-{made}.safetensors")
+        except OSError as error:
+            raise StorageError(f"the model of round {made} in {self.path} cannot be read: {error}") from error
+
     def _model(self, made: int, initial: Model) -> Model:
         return open_model(self._state / f"model-{made}.safetensors") if made else initial
+
+    def _models(self) -> list[int]:
+        return sorted(int(file.stem.partition("-")[2]) for file in self._state.glob("model-*.safetensors"))
 
     def _local(self, number: int) -> dict[int, dict[str, Tensor]]:
         """The newest tensors of each client up to round `number`."""
@@ -149,12 +165,13 @@ class RunDirectory:
         return [(int(index), int(at)) for _, index, at in parts]
 
     def _forget(self, number: int, earlier: Collection[int]) -> None:
-        """Removes what the checkpoint of round `number` does not need."""
-        kept = {f"server-{number}", *(f"model-{made}" for made in (number, *earlier))}
-        for kind in ("model", "server"):
-            for file in self._state.glob(f"{kind}-*.safetensors"):
-                if file.stem not in kept:
-                    file.unlink()
+        """Removes what neither the checkpoint of round `number` needs nor the job keeps."""
+        for made in self._models():
+            if made not in (number, *earlier) and not self._keep.rounds(made):
+                (self._state / f"model-{made}.safetensors").unlink()
+        for file in self._state.glob("server-*.safetensors"):
+            if file.stem != f"server-{number}":
+                file.unlink()
         newest: dict[int, int] = {}
         for index, at in self._local_files():
             newest[index] = max(at, newest.get(index, 0))

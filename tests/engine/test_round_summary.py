@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+from dataclasses import asdict, replace
 
 import pytest
 from engine_driver import Driver, job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundtable.core.config import StopTable
+from roundtable.core.config import JobConfig, StopTable, parse_job
+from roundtable.core.job_tables.keep_table import KeepTable
 from roundtable.engine import messages as m
 from roundtable.engine.round_summary import RoundSummary
 from roundtable.engine.stopping import stop_reason
 
-values = st.none() | st.sampled_from([0.0, 0.1, 0.5, 0.55, 0.9, 1.0])
+values = st.none() | st.sampled_from([0.0, 0.1, 0.5, 0.55, 0.9, 1.0, math.nan])
 
 
 def record(number: int, evaluated: float | None, trained: float | None) -> m.RoundRecord:
@@ -49,13 +51,41 @@ def naive(stop: StopTable, told: list[tuple[float | None, float | None]]) -> str
     better = (lambda a, b: a - b) if stop.larger_is_better else (lambda a, b: b - a)
     if stop.target is not None and better(found[-1], stop.target) >= 0:
         return "reached"
-    best, at = found[0], 0
+    best, at = None, -1
     for place, value in enumerate(found):
-        if better(value, best) > stop.minimum_improvement:
+        if math.isfinite(value) and (best is None or better(value, best) > stop.minimum_improvement):
             best, at = value, place
     if stop.patience is not None and len(found) - 1 - at >= stop.patience:
         return "not improved"
     return None
+
+
+def with_stop(stop: StopTable, keep_best: bool = False) -> JobConfig:
+    keep = KeepTable(best=keep_best)
+    return parse_job('task = "t"').model_copy(update={"stop": stop, "keep": keep})
+
+
+@given(
+    told=st.lists(st.none() | st.sampled_from([-math.inf, 0.1, 0.5, 0.9, math.inf, math.nan]), max_size=12),
+    larger=st.booleans(),
+    before=st.booleans(),
+    margin=st.sampled_from([0.0, 0.5]),
+)
+def test_the_best_model_is_the_first_of_the_best_values(
+    told: list[float | None], larger: bool, before: bool, margin: float
+) -> None:
+    """Read off the whole list; what was measured before a round is of the model of the round before it."""
+    stop = StopTable(metric="score", larger_is_better=larger, minimum_improvement=margin)
+    summary, keeping = RoundSummary(), with_stop(stop, keep_best=True)
+    for number, value in enumerate(told, start=1):
+        made = record(number, None if before else value, 0.99)
+        if before and value is not None:
+            made = replace(made, before={"score": (value, 1)})
+        summary.add(made, keeping, 1)
+        found = [(v, n) for n, v in enumerate(told[:number], 1) if v is not None and math.isfinite(v)]
+        expected = min(found, key=lambda pair: (-pair[0] if larger else pair[0], pair[1]), default=None)
+        best = summary.best
+        assert (best and (best.value, best.round)) == (expected and (expected[0], expected[1] - before))
 
 
 @given(
@@ -75,9 +105,9 @@ def test_the_stop_rules_are_those_of_the_whole_list(
     stop = StopTable(
         metric="score", target=target, patience=patience, larger_is_better=larger, minimum_improvement=margin
     )
-    summary = RoundSummary()
+    summary, stopping = RoundSummary(), with_stop(stop)
     for number, (evaluated, trained) in enumerate(told, start=1):
-        summary.add(record(number, evaluated, trained), stop, 1)
+        summary.add(record(number, evaluated, trained), stopping, 1)
         said, expected = stop_reason(stop, summary.trend, 0.0), naive(stop, told[:number])
         assert (said is None) == (expected is None)
         assert expected is None or (said is not None and expected in said)
@@ -87,7 +117,7 @@ def test_the_stop_rules_are_those_of_the_whole_list(
 def test_it_grows_with_the_separation_and_not_with_the_rounds(separation: int) -> None:
     summary = RoundSummary()
     for number in range(1, 101):
-        summary.add(record(number, 0.5, 0.5), StopTable(metric="score", patience=200), separation)
+        summary.add(record(number, 0.5, 0.5), with_stop(StopTable(metric="score", patience=200)), separation)
     assert summary.done == 100
     assert summary.recent == [(f"client-{number}",) for number in range(102 - separation, 101)]
     assert all(len(value) < 100 for value in asdict(summary).values() if isinstance(value, (list, dict)))

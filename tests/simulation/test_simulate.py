@@ -337,3 +337,35 @@ def test_what_does_not_go_together_is_refused_before_round_1(run):
         run(rounds=1, transfer__up="randomk(ratio=0.1)", aggregation__rule="median")
     with pytest.warns(UserWarning, match="count as zero in each coordinate"):
         run(rounds=1, transfer__up="topk(ratio=0.5)", aggregation__rule="median")
+
+
+def test_the_best_and_every_kth_model_are_kept_and_a_resumed_run_keeps_the_same(make_job, run, tmp_path):
+    """In memory as on disk: a run that went on ends with what one gave that was never interrupted."""
+    settings = {
+        "keep__best": True,
+        "keep__every": 2,
+        "stop__metric": "loss",
+        "stop__patience": 3,
+        # So large a step that the loss goes up again.
+        "algorithm__learning_rate": 8.0,
+    }
+    whole = run(rounds=9, **settings)
+    losses = whole.history["loss"]
+    first = losses.index(min(losses)) + 1
+    assert (whole.best.round, whole.best.value) == (first, min(losses))
+    assert (len(losses), whole.clients.round) == (first + 3, first)
+    assert list(whole.models) == sorted({0, first, len(losses), *range(2, len(losses) + 1, 2)})
+    assert {made: model.metadata.get("round", "0") for made, model in whole.models.items()} == {
+        made: str(made) for made in whole.models
+    }
+    assert torch.equal(whole.model.vector, whole.models[first].vector)
+    simulate(make_job(rounds=first + 1, **settings), folder=HERE, run_dir=tmp_path)
+    resumed = simulate(make_job(rounds=9, **settings), folder=HERE, run_dir=tmp_path, resume=True)
+    assert (resumed.best, resumed.reason, list(resumed.models)) == (
+        whole.best,
+        whole.reason,
+        list(whole.models),
+    )
+    assert torch.equal(open_model(tmp_path / "model.safetensors").vector, whole.model.vector)
+    with pytest.raises(KeyError, match=r"round 99 was not kept; kept are those of rounds 0, "):
+        whole.models[99]

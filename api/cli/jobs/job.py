@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from roundtable.cli.jobs.chosen_model import model_of
 from roundtable.cli.jobs.diagnose import diagnose
 from roundtable.cli.jobs.job_log import job_log
 from roundtable.cli.jobs.job_privacy import job_privacy
@@ -186,6 +187,13 @@ def resume(name: str, coordinator: str | None, credentials: Path | None, as_json
 @click.argument("name", metavar="JOB")
 @click.option("-o", "--output", type=_FILE, help="Where to write it; default: NAME.safetensors.")
 @click.option(
+    "--best", is_flag=True, help="The best model by [stop] metric: the default where [keep] best is set."
+)
+@click.option("--last", is_flag=True, help="The newest model: the default otherwise.")
+@click.option(
+    "--round", "number", type=click.IntRange(0), help="The model of this round, if it is kept; 0: the first."
+)
+@click.option(
     "--task",
     "folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -196,19 +204,28 @@ def resume(name: str, coordinator: str | None, credentials: Path | None, as_json
 def model(
     name: str,
     output: Path | None,
+    best: bool,
+    last: bool,
+    number: int | None,
     folder: Path | None,
     coordinator: str | None,
     credentials: Path | None,
     as_json: bool,
 ) -> None:
-    """Fetch a job's newest model as a safetensors file, and verify it."""
+    """Fetch a job's model as a safetensors file, and verify it.
+
+    The newest, or the best where the job keeps that, or the model of another round.
+    """
+    if best + last + (number is not None) > 1:
+        raise click.UsageError("--best, --last and --round name different models: choose one")
     with connect(coordinator, credentials) as operator:
         detail = operator.job(name)
         submitted = detail.job
+        chosen = model_of(detail, best=best, last=last, number=number)
         path = output or _file_named(submitted.name)
         hint = "What has arrived is kept; the same command goes on from there."
         with interruptible(hint):
-            operator.get_artifact(submitted.model.digest, submitted.model.size, path)
+            operator.get_artifact(chosen.digest, chosen.size, path)
     from roundtable.core.config import job_from_json
     from roundtable.core.models import open_model
 
@@ -217,12 +234,11 @@ def model(
         _fill(path, job, folder)
     fetched = open_model(path)
     if as_json:
-        values = {"path": str(path), "digest": submitted.model.digest, "size": submitted.model.size}
-        print_json({**values, "round": submitted.rounds_done, "lacking": fetched.lacking})
+        values = {"path": str(path), "digest": chosen.digest, "size": path.stat().st_size}
+        print_json({**values, "round": chosen.round, "best": chosen.best, "lacking": fetched.lacking})
         return
-    say(
-        f"Wrote {path}: {submitted.name} after round {submitted.rounds_done} of {submitted.rounds}, verified."
-    )
+    which = ", the best so far" if chosen.best else ""
+    say(f"Wrote {path}: {submitted.name} after round {chosen.round} of {submitted.rounds}{which}, verified.")
     if held := fetched.metadata.get("transfer"):
         say(f"This is {held}.")
     if told := fetched.metadata.get("privacy"):

@@ -67,6 +67,10 @@ def print_detail(detail: JobDetail) -> None:
     say(f"rounds     {job.rounds_done} of {job.rounds} committed")
     say(f"submitted  {ago(job.submitted)} by {job.submitter}")
     say(f"model      {job.model.digest[:16]}  {job.model.size:,} bytes")
+    if job.HasField("best"):
+        metric = json.loads(detail.job_config or "{}").get("stop", {}).get("metric")
+        best = job.best
+        say(f"best       {best.model.digest[:16]}  round {best.round}, {metric} {best.value:.5g}")
     if detail.waiting_for:
         say(f"now        round {detail.round}, attempt {detail.attempt}: {detail.waiting_for}")
     if detail.clients:
