@@ -10,20 +10,18 @@ decoded to the base gives the new model's bits on every machine, and its digest 
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Protocol
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from roundtable.core.encodings import GRID, Encoding
-from roundtable.core.encodings.encoding import HeldBytes
+from roundtable.core.encodings.encoding import ByteSource
 from roundtable.core.errors import EncodingError
 from roundtable.core.models import MAX_HEADER, Model, model_head, open_model
 
@@ -70,41 +68,44 @@ def delta_blocks(model: Model, data: bytes) -> Iterator[bytes]:
     yield data
 
 
-def apply_delta(encoding: Encoding, base: Path, delta: Path, out: Path) -> str:
-    """Writes the model that `delta` makes of the model file `base` to `out`, synced; returns its digest.
+class DeltaBytes(ByteSource, Protocol):
+    """A delta's bytes in order, which may still be arriving, and how many are to come."""
+
+    @property
+    def left(self) -> int:
+        """Bytes that have not been read."""
+
+
+def apply_delta(encoding: Encoding, base: Path, delta: DeltaBytes, out: Path) -> str:
+    """Writes the model that `delta` makes of the model file `base` to `out`; returns its digest.
 
     EncodingError for a delta of another model or encoding; whether the result is what was announced its
-    digest says.
+    digest says, also where the base was damaged.
     """
     old = open_model(base)
     hasher = blake3()
-    with delta.open("rb") as file, out.open("wb") as target:
-        head = _head(file.read(_LENGTH.size), file, delta)
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        for block in _new_bytes(encoding, old, base, head, memoryview(data)[_LENGTH.size + len(head) :]):
+    with out.open("wb") as target:
+        for block in _new_bytes(encoding, old, base, _head(delta), delta):
             hasher.update(block)
             target.write(block)
-        target.flush()
-        os.fsync(target.fileno())
     return hasher.hexdigest()
 
 
-def _head(length: bytes, file: BinaryIO, delta: Path) -> bytes:
-    size = _LENGTH.unpack(length)[0] if len(length) == _LENGTH.size else 0
-    if not 0 < size <= MAX_HEADER + _LENGTH.size:
-        raise EncodingError(f"{delta.name} is no difference of models: its head would have {size} bytes")
-    head = file.read(size)
-    if len(head) != size:
-        raise EncodingError(f"{delta.name} ends after {len(head)} of {size} bytes of its head")
-    return head
+def _head(delta: DeltaBytes) -> bytes:
+    size = _LENGTH.unpack(delta.read(_LENGTH.size))[0] if delta.left >= _LENGTH.size else 0
+    if not 0 < size <= min(MAX_HEADER + _LENGTH.size, delta.left):
+        raise EncodingError(
+            f"this is no difference of models: its head would have {size} bytes, and {delta.left} follow"
+        )
+    return bytes(delta.read(size))
 
 
 def _new_bytes(
-    encoding: Encoding, old: Model, base: Path, head: bytes, data: memoryview
+    encoding: Encoding, old: Model, base: Path, head: bytes, source: DeltaBytes
 ) -> Iterable[bytes | memoryview]:
     yield head
     encoding = encoding.over(old.layout)
-    source, elements = HeldBytes(data), old.layout.size
+    elements = old.layout.size
     expected = encoding.encoded_size(elements)
     if expected is not None and expected != source.left:
         raise EncodingError(

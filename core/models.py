@@ -16,7 +16,7 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -90,13 +90,16 @@ class Model:
 def model_blocks(model: Model) -> Iterator[bytes | memoryview]:
     """The bytes of the artifact, in blocks; nothing is copied but the header."""
     yield model_head(model)
-    for block in (
-        model.vector,
-        *(model.local[spec.name] for spec in _present(model)),
-    ):
-        flat = block.detach().cpu().contiguous().flatten()
-        if flat.numel():
-            yield flat.view(torch.uint8).numpy().data
+    yield from tensor_blocks(model.vector)
+    for spec in _present(model):
+        yield from tensor_blocks(model.local[spec.name])
+
+
+def tensor_blocks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor as they stand in an artifact."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    if flat.numel():
+        yield flat.view(torch.uint8).numpy().data
 
 
 def model_head(model: Model) -> bytes:
@@ -107,8 +110,13 @@ def model_head(model: Model) -> bytes:
 
 def model_digest(model: Model) -> str:
     """The artifact's name: BLAKE3 of its bytes, without writing them."""
+    return digest_of_blocks(model_blocks(model))
+
+
+def digest_of_blocks(blocks: Iterable[bytes | memoryview]) -> str:
+    """The name of an artifact of these bytes."""
     digest = blake3()
-    for block in model_blocks(model):
+    for block in blocks:
         digest.update(block)
     return digest.hexdigest()
 

@@ -24,6 +24,9 @@ from roundtable.core.paths import AnyPath
 
 _READ = 4 << 20
 
+DECODED_BYTES = 8 << 20
+"""Decoded values of all rows that are held at a time, as long as that is some whole grids of each."""
+
 
 class FileBytes:
     """The bytes of a file in order, as a ByteSource; hashed where that is asked for."""
@@ -132,7 +135,9 @@ class EncodedMatrix(FileRows):
 
     @override
     def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        width = min(block_width(self.rows, 4, budget_bytes), -(-self._columns // GRID) * GRID)
+        # What is decoded is read again at once, from the cache; but each row by some whole grids.
+        budget = min(budget_bytes, max(DECODED_BYTES, self.rows * 4 * 8 * GRID))
+        width = min(block_width(self.rows, 4, budget), -(-self._columns // GRID) * GRID)
         one = self._pass()
         try:
             for start, stop in block_ranges(self._columns, max(width, GRID)):

@@ -12,6 +12,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from roundtable.client.agent.connection import Backoff, Link, calling
+from roundtable.client.arriving_file import ArrivingFile
 from roundtable.client.door import outgoing
 from roundtable.client.door.model_names import ArtifactName, ModelHop
 from roundtable.client.durable_files import digest_of, explained
@@ -118,26 +119,53 @@ class ModelCache:
         there."""
         here = {file.stem[:NAME_LENGTH]: file for file in self._folder.glob("*.safetensors")}
         hops = route.to(artifact, here.__contains__)
-        if not hops or not await asyncio.to_thread(self._have, base := here[hops[0].base]):
+        if not hops:
             return False
+        base = here[hops[0].base]
         # The newest of all, so that it stays while others make room.
         os.utime(base)
         self._prune(max(self._keep, users, 2) - 1)
         for hop in hops:
-            delta = self._folder / f"{hop.delta.digest}.delta"
-            await self._download(stub, hop.delta, delta, received)
             try:
-                base = await asyncio.to_thread(self._step, route, base, delta, hop)
+                base = await self._hop(stub, route, base, hop, received)
             except EncodingError as error:
                 _log.warning("%s is downloaded whole: %s", artifact.digest[:12], error)
+                await asyncio.to_thread(self._have, base)
                 return False
-            finally:
-                delta.unlink(missing_ok=True)
         return base.stem == artifact.digest
 
-    def _step(self, route: ModelRoute, base: Path, delta: Path, hop: ModelHop) -> Path:
+    async def _hop(
+        self,
+        stub: agent_pb2_grpc.AgentsAsyncStub,
+        route: ModelRoute,
+        base: Path,
+        hop: ModelHop,
+        received: Received,
+    ) -> Path:
+        """The next model's file, made while what changed arrives; EncodingError where another one comes
+        out."""
+        delta = self._folder / f"{hop.delta.digest}.delta"
+        arriving = ArrivingFile(delta.with_suffix(".partial"), hop.delta.size)
+
+        def here(count: int, size: int) -> None:
+            arriving.has(count)
+            received(count, size)
+
+        making = asyncio.create_task(asyncio.to_thread(self._step, route, base, arriving, hop))
+        try:
+            await self._download(stub, hop.delta, delta, here)
+            return await asyncio.shield(making)
+        finally:
+            arriving.give_up()
+            await asyncio.wait([making])
+            if not making.cancelled():
+                making.exception()
+            arriving.close()
+            delta.unlink(missing_ok=True)
+
+    def _step(self, route: ModelRoute, base: Path, delta: ArrivingFile, hop: ModelHop) -> Path:
         """The next model's file; EncodingError where another one comes out. Blocks."""
-        made = delta.with_suffix(".partial")
+        made = self._folder / f"{hop.delta.digest}.made"
         try:
             self._check_space(base.stat().st_size)
             digest = apply_delta(route.encoding, base, delta, made)
@@ -209,6 +237,8 @@ async def _receive(
     received: Received,
 ) -> None:
     with partial.open("ab") as file:
+        if have:
+            received(have, artifact.size)
         if have < artifact.size:
             call = stub.Download(outgoing.download(artifact.digest, have), metadata=request_metadata())
             async for chunk in call:
@@ -219,6 +249,7 @@ async def _receive(
                         f"expected at {have}"
                     )
                 file.write(chunk.data)
+                file.flush()
                 digest.update(chunk.data)
                 have += len(chunk.data)
                 received(have, artifact.size)

@@ -89,28 +89,35 @@ class SparseReader:
         self._at = 0
         self._left = encoding.most(elements)
         self._places: np.ndarray = np.empty(0, dtype=np.int64)
-        self._values = torch.empty(0)
+        self._values: np.ndarray = np.empty(0, dtype=np.float32)
 
     def read(self, out: Tensor) -> None:
-        out.zero_()
-        for start in range(0, len(out), GRID):
-            if self._at % FRAME == 0:
-                self._frame()
-            part = out[start : start + GRID]
+        # NumPy and not torch, which shares even small operations out over threads.
+        values = out.numpy()
+        values.fill(0.0)
+        start = 0
+        while start < len(values):
             base = self._at % FRAME
+            if base == 0:
+                self._frame()
+            part = values[start : start + FRAME - base]
             low, high = np.searchsorted(self._places, (base, base + len(part)))
-            part[torch.from_numpy(self._places[low:high] - base)] = self._values[low:high]
+            part[self._places[low:high] - base] = self._values[low:high]
             self._at += len(part)
+            start += len(part)
 
     def _frame(self) -> None:
         size = min(FRAME, self._elements - self._at)
         self._places = self._encoding.read_places(self._source, self._at, size, self._left, self._key)
         self._left -= len(self._places)
         codec = self._encoding.codec
-        self._values = torch.empty(len(self._places))
-        codec.decode(self._source.read(codec.size(len(self._values))), self._values)
-        self._values *= self._encoding.factor
-        if not bool(torch.isfinite(self._values).all()):
+        decoded = torch.empty(len(self._places))
+        codec.decode(self._source.read(codec.size(len(decoded))), decoded)
+        self._values = decoded.numpy()
+        if self._encoding.factor != 1.0:
+            with np.errstate(over="ignore"):
+                self._values *= np.float32(self._encoding.factor)
+        if not np.isfinite(self._values).all():
             raise EncodingError("a value is too large for float32 once it is scaled")
 
 

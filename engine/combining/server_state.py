@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from roundtable.aggregation import OptimizerState
 from roundtable.core.errors import EncodingError
 from roundtable.core.layout import Layout
-from roundtable.core.models import Model
+from roundtable.core.models import Model, model_head, tensor_blocks
 from roundtable.engine.combining.server_step import initial_optimizer_state, sent_size
 from roundtable.engine.validation.round_noise import CorrelatedRounds, FreshNoise
 from roundtable.engine.validation.round_plan import Plan
@@ -35,8 +35,8 @@ class ServerState:
     past: Mapping[str, Tensor] = field(default_factory=dict)
     exact: Tensor | None = None
 
-    def to_model(self) -> Model:
-        """As an artifact: vectors become tensors, numbers metadata; `from_model` is exact."""
+    def blocks(self) -> Iterator[bytes | memoryview]:
+        """As an artifact, without a copy: vectors become tensors, numbers metadata; `from_model` is exact."""
         vectors = {f"optimizer.{name}": value for name, value in self.optimizer.vectors.items()}
         if self.previous is not None:
             vectors["previous"] = self.previous
@@ -50,11 +50,13 @@ class ServerState:
             metadata["draws"] = str(self.draws)
         vectors |= {f"past.{client}": total for client, total in self.past.items()}
         layout = Layout.of(vectors)
-        return Model(layout, layout.flatten(vectors), metadata=metadata)
+        yield model_head(Model(layout, torch.empty(0), metadata=metadata))
+        for spec in layout.averaged:
+            yield from tensor_blocks(vectors[spec.name].float())
 
     @classmethod
     def from_model(cls, model: Model) -> ServerState:
-        """The state that `to_model` wrote. Raises EncodingError for another kind of artifact."""
+        """The state that `blocks` wrote. Raises EncodingError for another kind of artifact."""
         tensors = model.state_dict()
         vectors = {n.removeprefix("optimizer."): t for n, t in tensors.items() if n.startswith("optimizer.")}
         numbers = {

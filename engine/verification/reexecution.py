@@ -10,7 +10,7 @@ from torch import Tensor
 from roundtable.aggregation import rows_in_files
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import StreamKey, get_encoding
-from roundtable.core.models import Model, model_digest, open_model
+from roundtable.core.models import Model, digest_of_blocks, model_digest, open_model
 from roundtable.engine.combining.combine import Combined, combine
 from roundtable.engine.combining.new_model import new_model
 from roundtable.engine.combining.received import Rows
@@ -40,8 +40,8 @@ def check_model(
     published = _published(bundle, committed)
     guarantee = published.metadata.get("privacy", "") if published else ""
     made = new_model(job, old, combined.vector, committed.round, guarantee)
-    state = combined.state.to_model() if combined.state.worth_keeping else None
-    same_state = (model_digest(state) if state else "") == committed.optimizer
+    state = digest_of_blocks(combined.state.blocks()) if combined.state.worth_keeping else ""
+    same_state = state == committed.optimizer
     same_model = model_digest(made) == committed.model
     if same_model and same_state:
         return _weights(found, combined.account.weights)

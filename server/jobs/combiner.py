@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -87,16 +88,15 @@ class Combiner:
             population=action.population,
         )
         model = new_model(self._job, old, combined.vector, action.step.round, guarantee.statement)
-        made.append(self._store(model, "model", now))
-        optimizer = ""
+        parts = {"model": model_blocks(model)}
         if combined.state.worth_keeping:
-            made.append(self._store(combined.state.to_model(), "optimizer", now))
-            optimizer = made[-1].digest
-        delta = ""
+            parts["optimizer"] = combined.state.blocks()
         if combined.delta is not None:
-            made.append(self._stored(delta_blocks(model, combined.delta), "delta", now))
-            delta = made[-1].digest
-        return combined.event(action.step, made[0].digest, optimizer, guarantee.figures, delta)
+            parts["delta"] = delta_blocks(model, combined.delta)
+        self._store(parts, now, made)
+        digests = {row.kind: row.digest for row in made}
+        optimizer, delta = digests.get("optimizer", ""), digests.get("delta", "")
+        return combined.event(action.step, digests["model"], optimizer, guarantee.figures, delta)
 
     def _root_update(self, action: m.Aggregate, old: Model) -> Tensor | None:
         """The coordinator's own training from the same model, for rules that compare with it."""
@@ -109,9 +109,16 @@ class Combiner:
             return initial_server_state(self._plan, columns)
         return ServerState.from_model(open_model(reading.enter_context(self._artifacts.using(optimizer))))
 
-    def _store(self, model: Model, kind: str, now: float) -> ArtifactRow:
-        return self._stored(model_blocks(model), kind, now)
-
-    def _stored(self, blocks: Iterable[bytes | memoryview], kind: str, now: float) -> ArtifactRow:
-        digest, size = self._artifacts.create(blocks)
-        return ArtifactRow(digest, size, kind, now)
+    def _store(
+        self, parts: Mapping[str, Iterable[bytes | memoryview]], now: float, made: list[ArtifactRow]
+    ) -> None:
+        """Stores artifacts by their kinds, side by side: the silos wait for the last of them."""
+        with ThreadPoolExecutor(len(parts), thread_name_prefix="storing") as threads:
+            stored = {kind: threads.submit(self._artifacts.create, blocks) for kind, blocks in parts.items()}
+        made.extend(
+            ArtifactRow(*storing.result(), kind, now)
+            for kind, storing in stored.items()
+            if storing.exception() is None
+        )
+        for storing in stored.values():
+            storing.result()

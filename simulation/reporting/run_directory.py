@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -84,8 +84,8 @@ class RunDirectory:
     def commit(self, record: RoundRecord, seconds: float, checkpoint: Checkpoint, best: Best | None) -> None:
         """Makes a round durable against the death of this process; `best` is the best model with it."""
         number = record.round
-        _write_model(self._state / f"model-{number}.safetensors", checkpoint.model)
-        _write_model(self._state / f"server-{number}.safetensors", checkpoint.server.to_model())
+        _write_blocks(self._state / f"model-{number}.safetensors", model_blocks(checkpoint.model))
+        _write_blocks(self._state / f"server-{number}.safetensors", checkpoint.server.blocks())
         for index, tensors in checkpoint.local.items():
             _write_tensors(self._state / f"local-{index}-{number}.safetensors", tensors)
         with (self.path / "history.jsonl").open("a", encoding="utf-8") as file:
@@ -130,7 +130,7 @@ class RunDirectory:
     def finish(self, history: History, model: Model) -> None:
         """Writes what people read: the table, the curves (where matplotlib is there), the model."""
         history.to_csv(self.path / "history.csv")
-        _write_model(self.path / "model.safetensors", model)
+        _write_blocks(self.path / "model.safetensors", model_blocks(model))
 
     def models(self, done: int) -> tuple[int, ...]:
         """The rounds up to `done` whose models are kept, in order."""
@@ -210,10 +210,10 @@ def _write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _write_model(path: Path, model: Model) -> None:
+def _write_blocks(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
-        for block in model_blocks(model):
+        for block in blocks:
             file.write(block)
     partial.replace(path)
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundtable.core.encodings import get_encoding
+from roundtable.core.encodings.encoding import HeldBytes
 from roundtable.core.errors import EncodingError
 from roundtable.core.layout import Layout
 from roundtable.core.model_delta import apply_delta, delta_blocks, published
@@ -34,8 +35,8 @@ def test_a_silo_ends_with_the_published_bits(tmp_path: Path, chain: str) -> None
         exact = exact + 0.01 * drawn(20_001, round + 1)
         held, data = published(encoding, held, exact)
         model = model_of(held, round)
-        (tmp_path / "delta").write_bytes(b"".join(delta_blocks(model, data)))
-        digest = apply_delta(encoding, tmp_path / str(round - 1), tmp_path / "delta", tmp_path / str(round))
+        delta = HeldBytes(b"".join(delta_blocks(model, data)))
+        digest = apply_delta(encoding, tmp_path / str(round - 1), delta, tmp_path / str(round))
         assert digest == model_digest(model)
         assert len(data) == encoding.encoded_size(20_001)
     # Nothing is lost for good: what silos hold stays within one encoding's error of the exact model.
@@ -63,7 +64,7 @@ def test_what_is_left_out_never_adds_up(seed: int, rounds: int, size: float) -> 
         (lambda data: (1 << 40).to_bytes(8, "little") + data[8:], "head would have"),
         (lambda data: data[:-1], "bytes, not"),
         (lambda data: data + b"\0", "bytes, not"),
-        (lambda data: data[:8] + data[8:40], "ends after"),
+        (lambda data: data[:40], "head would have"),
     ],
 )
 def test_bytes_that_are_no_difference_are_refused(tmp_path: Path, spoil, words: str) -> None:
@@ -71,15 +72,14 @@ def test_bytes_that_are_no_difference_are_refused(tmp_path: Path, spoil, words: 
     save_model(tmp_path / "base", model_of(held, 0))
     new, data = published(encoding, held, held + 1)
     whole = b"".join(delta_blocks(model_of(new, 1), data))
-    (tmp_path / "delta").write_bytes(spoil(whole))
     with pytest.raises(EncodingError, match=words):
-        apply_delta(encoding, tmp_path / "base", tmp_path / "delta", tmp_path / "out")
+        apply_delta(encoding, tmp_path / "base", HeldBytes(spoil(whole)), tmp_path / "out")
 
 
 def test_another_base_makes_another_digest(tmp_path: Path) -> None:
     encoding, held = get_encoding("int8"), drawn(3000, 1)
     save_model(tmp_path / "base", model_of(held + 1, 0))
     new, data = published(encoding, held, held * 1.1)
-    (tmp_path / "delta").write_bytes(b"".join(delta_blocks(model_of(new, 1), data)))
-    digest = apply_delta(encoding, tmp_path / "base", tmp_path / "delta", tmp_path / "out")
+    delta = HeldBytes(b"".join(delta_blocks(model_of(new, 1), data)))
+    digest = apply_delta(encoding, tmp_path / "base", delta, tmp_path / "out")
     assert digest != model_digest(model_of(new, 1))
