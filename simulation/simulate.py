@@ -102,7 +102,7 @@ def simulate(
         _check_samples(world, backend)
         if run is not None:
             run.describe(_environment(backend.name, backend.description, why))
-        trackers = _trackers(job, run, folder)
+        trackers = _trackers(job, run, folder, resume=resume)
         stack.callback(trackers.close, finished=False)
         keeper = Keeper(job, world.initial, run)
         listener = _Listener(job, run, progress, trackers, keeper)
@@ -155,14 +155,14 @@ def _check_samples(world: World, backend: Backend) -> None:
         raise PrivacyError(CANNOT_SAMPLE)
 
 
-def _trackers(job: JobConfig, run: RunDirectory | None, folder: Path) -> Trackers:
+def _trackers(job: JobConfig, run: RunDirectory | None, folder: Path, *, resume: bool) -> Trackers:
     """The job's `[tracking]`; a run without a folder is a new one each time."""
     when = time.strftime("%Y%m%d-%H%M%S")
     name = run.path.name if run else f"{job.title.replace('/', '.')}-{when}"
     place = str(run.path.resolve()) if run else f"{os.getpid()}.{time.time_ns()}"
     key = blake3(place.encode()).hexdigest(length=8)
     settings = flat(job.model_dump(mode="json", exclude_defaults=True))
-    tracked = TrackedRun(job.title, name, key, settings)
+    tracked = TrackedRun(job.title, name, key, settings, goes_on=resume)
     return Trackers(job.tracking, folder, tracked, lambda warning: warnings.warn(warning, stacklevel=2))
 
 

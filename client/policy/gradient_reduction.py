@@ -76,7 +76,13 @@ def parse_reduction(text: str) -> GradientReduction:
             return GradientReduction(canonical, _PLAIN[first.name], rank)
         if first.name == "float32":
             raise ValueError("float32 is 'exact' here")
-        return GradientReduction(canonical, "encoding", encoding=get_encoding(canonical))
+        encoding = get_encoding(canonical)
+        if encoding.keeps:
+            raise ValueError(f"{canonical} keeps a memory of its own from update to update")
+        # What wants to know where tensors begin does not go here: each parameter is encoded by itself.
+        for _ in encoding.encode(torch.ones(8)):
+            pass
+        return GradientReduction(canonical, "encoding", encoding=encoding)
     except EncodingError as error:
         raise ValueError(f"{error}; beside these there are exact and powersgd(rank=4)") from error
 

@@ -89,18 +89,19 @@ def _gathered(
 ) -> list[memoryview | None]:
     """What each rank wrote; None of one whose gradient is not finite."""
     length = torch.tensor([_NOT_FINITE if written is None else len(written)], device=device)
-    lengths = torch.empty(size, dtype=length.dtype, device=device)
-    dist.all_gather_into_tensor(lengths, length, group=group)
-    counts = lengths.tolist()
+    lengths = [torch.empty_like(length) for _ in range(size)]
+    dist.all_gather(lengths, length, group=group)
+    counts = [int(each) for each in lengths]
     most = max(1, *counts)
     own = torch.zeros(most, dtype=torch.uint8)
     if written:
         own[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)
-    found = torch.empty(size * most, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(found, own.to(device), group=group)
-    rows = found.cpu().view(size, most).numpy()
+    given = own.to(device)
+    found = [torch.empty_like(given) for _ in range(size)]
+    dist.all_gather(found, given, group=group)
+    rows = [each.cpu().numpy() for each in found]
     return [
-        None if count == _NOT_FINITE else _view(rows[place, :count]) for place, count in enumerate(counts)
+        None if count == _NOT_FINITE else _view(row[:count]) for row, count in zip(rows, counts, strict=True)
     ]
 
 

@@ -24,12 +24,16 @@ _HIDDEN_NAMES = ("round", "attempt")
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker calls a run: `key` finds it again, `name` is for people, `job` groups runs."""
+    """What a tracker calls a run: `key` finds it again, `name` is for people, `job` groups runs.
+
+    `goes_on`: what an earlier process wrote of it stays, or it begins anew in the place of one of that name.
+    """
 
     job: str
     name: str
     key: str
     settings: Mapping[str, Any]
+    goes_on: bool = True
 
 
 class Tracker(Protocol):
@@ -103,15 +107,17 @@ class TensorBoard:
     """Event files in FOLDER/NAME, as `tensorboard --logdir FOLDER` shows them."""
 
     module = "torch.utils.tensorboard"
-    last = 0
 
     def __init__(self, place: str, folder: Path, run: TrackedRun) -> None:
         writer = _needed(self.module, "tensorboard").SummaryWriter
         with _explained():
-            # What an earlier process wrote of this run is told again, and replaced.
-            self._writer = writer(str(folder / place / run.name), purge_step=1)
+            runs = folder / place / run.name
+            # What an earlier process wrote stays: not all of it could be told again.
+            self.last = _last_shown(runs) if run.goes_on else 0
+            self._writer = writer(str(runs), purge_step=self.last + 1)
 
     def log(self, round: int, figures: Mapping[str, float]) -> None:
+        self.last = round
         with _explained():
             for name, value in figures.items():
                 self._writer.add_scalar(name, value, round)
@@ -209,6 +215,16 @@ class WeightsAndBiases:
     def close(self, finished: bool) -> None:
         with _explained(self._errors):
             self._run.finish(exit_code=0 if finished else 1)
+
+
+def _last_shown(folder: Path) -> int:
+    """The last round that event files of a folder have; 0 without any."""
+    if not folder.is_dir():
+        return 0
+    events = import_module("tensorboard.backend.event_processing.event_accumulator")
+    found = events.EventAccumulator(str(folder), size_guidance={"scalars": 1})
+    found.Reload()
+    return max((each.step for name in found.Tags()["scalars"] for each in found.Scalars(name)), default=0)
 
 
 _Maker = type[TensorBoard] | type[MLflow] | type[WeightsAndBiases]

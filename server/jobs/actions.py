@@ -68,7 +68,8 @@ class JobActions:
                 self._tasks.spawn(self._authorize(step))
             case m.Commit(record, settled):
                 self._parts.collection.retire(record.round)
-                self._tracking.committed(record)
+                means = self._parts.instructions.means.of(record.round, record.attempt)
+                self._tracking.committed(record, means)
                 self._tasks.spawn(self._retention.after_commit(self._job, record, settled))
             case m.StatusChanged("paused" | "waiting"):
                 self._parts.collection.close(forget=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import RoundtableError
@@ -35,12 +36,15 @@ class JobTracking:
             for record in history:
                 self.committed(record)
 
-    def committed(self, record: RoundRecord) -> None:
-        """Logs a round that is durable. Returns at once."""
+    def committed(
+        self, record: RoundRecord, steps: Mapping[str, Mapping[str, float]] = MappingProxyType({})
+    ) -> None:
+        """Logs a round that is durable, with the `steps` of silos' clusters in figures. Returns at once."""
         if self._thread is not None:
             self._began = record.started if self._began is None else self._began
             passed = {"time": record.ended - self._began, "seconds": record.ended - record.started}
-            values = {**Publication(self._config.privacy).figures(record).value, **passed}
+            door = Publication(self._config.privacy)
+            values = {**door.figures(record).value, **door.steps(steps).value, **passed}
             self._thread.submit(self._log, record.round, values)
 
     def close(self, finished: bool) -> None:

@@ -10,6 +10,7 @@ from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import StepProgress
 from roundtable.server.door.to_agents import SignedSubmission
 from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.jobs.step_means import StepMeans
 
 log = logging.getLogger("roundtable.server.jobs.step_instructions")
 
@@ -27,6 +28,7 @@ class StepInstructions:
         self._services = services
         self._in_force: dict[str, m.Instruct] = {}
         self._progress: dict[str, StepProgress] = {}
+        self.means = StepMeans()
 
     def send(self, action: m.Instruct, certificates: Sequence[bytes]) -> None:
         """Sends an instruction, with the certificates of those who take part in secure aggregation."""
@@ -78,6 +80,7 @@ class StepInstructions:
         """Notes what an agent says of the step that it was asked for; of other steps nothing."""
         if self.step_of(client) == step:
             self._progress[client] = progress
+            self.means.add(client, step, progress)
 
     def progress_of(self, client: str) -> StepProgress | None:
         """How far the agent says it is with its step."""

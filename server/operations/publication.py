@@ -6,6 +6,7 @@ belong to whoever runs its machine: where that matters, this party sees the upda
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from roundtable.core.observability.released import (
     event_released,
     is_told,
     released,
+    tell,
 )
 from roundtable.core.privacy_table import NoPrivacy, Private
 from roundtable.engine import EngineView, figures
@@ -81,6 +83,17 @@ class Publication:
             }
 
         return self.record(record).become(measured)
+
+    def steps(self, means: Mapping[str, Mapping[str, float]]) -> Told[dict[str, float]]:
+        """What silos' clusters said of a round's steps, by silo and figure, under a name for each."""
+        table = FIELDS["ClientActivity"]
+        named = {
+            f"{client}/step_{name}": value
+            for client, values in means.items()
+            if is_told(self._privacy, table["client"])
+            for name, value in values.items()
+        }
+        return tell(self._privacy, table["figures"], named, {})
 
     def view(self, view: EngineView) -> Told[EngineView]:
         """Where the job stands, as everybody may see it."""

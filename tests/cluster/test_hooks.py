@@ -108,6 +108,7 @@ def test_what_cannot_travel_so_is_refused(strategy: dict[str, object], said: str
         ("bfloat16 | int8", "nothing can follow bfloat16"),
         ("float32", "is 'exact' here"),
         ("zip", "unknown encoding 'zip'.*powersgd"),
+        ("topk(ratio=0.1, per=layer)", "no layout of 8 values"),
     ],
 )
 def test_a_reduction_that_is_none_is_said_to_be(text: str, said: str) -> None:

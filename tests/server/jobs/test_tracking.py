@@ -13,7 +13,11 @@ import torch
 from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, running
 
+from roundtable.core.config import parse_job
+from roundtable.proto import agent_pb2
+from roundtable.proto.common_pb2 import StepFigures
 from roundtable.server import ServerConfig
+from roundtable.server.operations.publication import Publication
 
 TABLE = '[cohort]\nsize = 1\n[evaluation]\nevery = 0\n[tracking]\ntensorboard = "runs"'
 
@@ -35,6 +39,10 @@ async def test_each_round_is_told_once_over_a_restart(
             job = job or await operator.submit(TABLE, rounds=4)
             asked = await agent.expect("instruction")
             for _ in range(2):
+                for seconds, held in ((0.5, 9), (1.0, 7)):
+                    figures = StepFigures(step=1, steps=2, seconds=seconds, memory_bytes=held)
+                    said = agent_pb2.Progress(step=asked.step, done=1, total=2, loss=seconds, figures=figures)
+                    await agent.say(progress=said)
                 await agent.answer(asked, torch.ones(4), loss=0.5)
                 asked = (await agent.next()).instruction
             if again:
@@ -48,6 +56,17 @@ async def test_each_round_is_told_once_over_a_restart(
         (number, 0.5) for number in (1, 2, 3, 4)
     ]
     assert [event.value for event in shown.Scalars("clients")] == [1.0] * 4
+    for name, value in (("seconds", 0.75), ("loss", 0.75), ("memory_bytes", 9.0)):
+        assert [event.value for event in shown.Scalars(f"{AGENTS[0]}/step_{name}")] == [value] * 4
+
+
+@pytest.mark.parametrize(
+    ("level", "named"), [("none", {"north/step_loss": 1.0}), ("client_local", {}), ("client", {})]
+)
+def test_steps_are_told_where_nothing_of_them_is_private(level: str, named: dict[str, float]) -> None:
+    more = "" if level == "none" else "clip_norm = 1.0\ndelta = 1e-3\nnoise_multiplier = 2.0\n"
+    privacy = parse_job(f'task = "t"\n[privacy]\nlevel = "{level}"\n{more}').privacy
+    assert Publication(privacy).steps({"north": {"loss": 1.0}}).value == named
 
 
 @pytest.mark.parametrize("place", ["/tmp/x", "../x", "http://inside.example"])
