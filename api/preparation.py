@@ -89,7 +89,7 @@ def _not_simulated(job: JobConfig) -> str | None:
 
 
 def _not_submitted(job: JobConfig) -> str | None:
-    """A warning where the file names code beside it, which no coordinator runs."""
+    """A warning where the file names what no coordinator has: code beside it, test data of the server."""
     named = [
         job.aggregation.rule,
         *(str(step.get("name")) for step in job.aggregation.pre),
@@ -97,6 +97,8 @@ def _not_submitted(job: JobConfig) -> str | None:
         job.cohort.strategy,
         job.algorithm.name,
     ]
+    if job.stop.central:
+        return f"It can only be simulated: its server measures stop.metric = {job.stop.metric!r}."
     files = [name for name in named if is_file(name)]
     if not files:
         return None

@@ -259,10 +259,18 @@ class EvaluationTable(Table):
         return self.bounds if self.bounds and (round - 1) % self.every == 0 else {}
 
 
+CENTRAL = "central_"
+"""What the names of metrics begin with that a simulation's server measures on test data of its own."""
+
+
 class StopTable(Table):
     """`[stop]`: reasons to end before the last round."""
 
-    metric: str | None = Field(None, description="metric to watch: one of the task's, or loss")
+    metric: str | None = Field(
+        None,
+        description="metric to watch: one of the task's, or loss; central_NAME is what a simulation's server "
+        "measures on test data of its own",
+    )
     target: Finite | None = Field(None, description="stop once the metric has reached this")
     patience: int | None = Field(None, ge=1, description="stop after so many evaluations without improvement")
     minimum_improvement: Finite = Field(0.0, ge=0, description="what counts as an improvement")
@@ -270,6 +278,11 @@ class StopTable(Table):
         None, description="default: false for names with loss, error, rmse, _mae or _ece, else true"
     )
     time: Seconds | None = Field(None, gt=0, description="stop after so much time")
+
+    @property
+    def central(self) -> bool:
+        """Whether the metric is one that a simulation's server measures on test data of its own."""
+        return self.metric is not None and self.metric.startswith(CENTRAL)
 
     @model_validator(mode="after")
     def _consistent(self) -> StopTable:

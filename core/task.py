@@ -75,6 +75,13 @@ class Task:
         may be empty or None."""
         raise NotImplementedError(f"{type(self).__name__} has no data()")
 
+    def test_data(self, site: Site) -> Dataset | None:
+        """A test set of the server's own, in a form that `data` may give; None for none.
+
+        In simulations each round's model is measured on it, as `central_NAME` beside what clients measure.
+        """
+        return None
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Scalar tensor: the mean over the batch."""
         raise NotImplementedError(f"{type(self).__name__} has no loss()")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from roundtable.core.config import StopTable
+from roundtable.core.config import CENTRAL, StopTable
 from roundtable.engine.messages import RoundRecord
-from roundtable.engine.metrics import mean
+from roundtable.engine.metrics import mean, of_model
 from roundtable.engine.stopping import larger_is_better
 
 
@@ -15,7 +15,7 @@ from roundtable.engine.stopping import larger_is_better
 class Best:
     """The best model: that of `round` (0: the one that the job began with), `value` of `stop.metric`.
 
-    `clients` is how many measured it; 0 where their sum alone is known.
+    `clients` is how many measured it; 0 where their sum alone is known, and where the server did.
     """
 
     round: int
@@ -44,8 +44,8 @@ def best_after(best: Best | None, record: RoundRecord, stop: StopTable) -> Best 
 
 def _measured(record: RoundRecord, metric: str) -> Best | None:
     """What the record says of the metric, and of which round's model."""
-    if (value := mean(record.evaluation, metric)) is not None:
-        return Best(record.round, value, len(record.client_metrics))
+    if (value := of_model(record, metric)) is not None:
+        return Best(record.round, value, 0 if metric.startswith(CENTRAL) else len(record.client_metrics))
     if (value := mean(record.before, metric)) is not None:
         return Best(record.round - 1, value)
     return None

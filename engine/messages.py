@@ -182,7 +182,8 @@ class Aggregated:
     `optimizer` names the artifact with the server optimizer's state ("" for none); `excluded` maps a client
     to the reason why its update was left out; `charge` is what the round costs in privacy. `training` are
     the round's training metrics where no single update tells any, `before` those that came with them of the
-    model that the round began with. `delta` names the artifact with the encoded change from the old model
+    model that the round began with, `central` what the server measured of the new one, on test data of its
+    own. `delta` names the artifact with the encoded change from the old model
     to the new one ("" for none).
     """
 
@@ -196,6 +197,7 @@ class Aggregated:
     training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     delta: str = ""
+    central: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -328,11 +330,11 @@ class Unmask:
 class RoundRecord:
     """All that is kept of a committed round. Metrics are named (sum, count) over the silos.
 
-    `evaluation` is of the model that the round has made, `before` of the one that it began with.
-    `staleness` tells of each update how many models old its own was, in buffered rounds. `closed` says
-    why the round has made no model: `model` is the one before it. `withheld` names the fields that are empty
-    here because they may not be told (core/observability/released.py). `population` is how many clients there
-    were when the model was made.
+    `evaluation` is of the model that the round has made, `before` of the one that it began with, `central` of
+    the new one on the server's own test data, in a simulation. `staleness` tells of each update how many
+    models old its own was, in buffered rounds. `closed` says why the round has made no model: `model` is
+    the one before it. `withheld` names the fields that are empty here because they may not be told
+    (core/observability/released.py). `population` is how many clients there were when the model was made.
     """
 
     round: int
@@ -356,6 +358,7 @@ class RoundRecord:
     closed: str = ""
     withheld: tuple[str, ...] = ()
     population: int = 1
+    central: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

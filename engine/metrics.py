@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from roundtable.core.config import CENTRAL
 from roundtable.core.job_tables.metrics_table import expressions_of
 from roundtable.core.measures.expressions import Undefined
 from roundtable.core.measures.families import families_in, is_cell
@@ -26,6 +27,14 @@ def mean(sums: Sums, name: str) -> float | None:
     """The mean of a metric; None where nobody reported it or nobody had an example."""
     value, count = sums.get(name, (0.0, 0))
     return value / count if count else None
+
+
+def of_model(record: RoundRecord, metric: str) -> float | None:
+    """The mean of a metric of the model that a round has made, as its name says: the clients' or the "
+    "server's."""
+    if metric.startswith(CENTRAL):
+        return mean(record.central, metric.removeprefix(CENTRAL))
+    return mean(record.evaluation, metric)
 
 
 def means(sums: Sums) -> dict[str, float]:
@@ -58,8 +67,8 @@ def worked_out(sums: Sums, metrics: Mapping[str, str]) -> tuple[dict[str, tuple[
 
 def figures(record: RoundRecord) -> dict[str, int | float]:
     """A committed round in numbers, named as in a history: train_NAME for training means, NAME for means of
-    the model that it made, before_NAME for those of the model that it began with, and in buffered rounds the
-    updates' mean staleness."""
+    the model that it made, central_NAME for what the server measured of it, before_NAME for means of the
+    model that it began with, and in buffered rounds the updates' mean staleness."""
     ages = record.staleness.values()
     return {
         "clients": len(record.contributors),
@@ -71,4 +80,5 @@ def figures(record: RoundRecord) -> dict[str, int | float]:
         **{f"train_{name}": value for name, value in means(record.training).items()},
         **{f"before_{name}": value for name, value in means(record.before).items()},
         **means(record.evaluation),
+        **{f"{CENTRAL}{name}": value for name, value in means(record.central).items()},
     }

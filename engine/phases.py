@@ -5,6 +5,7 @@ How training goes, from the choice of clients to the last update, is the job's `
 
 from __future__ import annotations
 
+from roundtable.core.config import CENTRAL
 from roundtable.core.observability.released import IN_THE_LOG, Tells, is_told
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m
@@ -248,9 +249,11 @@ class Phases:
     def _warn_of_the_metric(self, record: m.RoundRecord) -> None:
         """Once, after the first round whose figures show that the metric to stop by is not there."""
         table = self._job.evaluation
-        if record.round != (1 if table.bounds else max(1, table.every)):
+        every = self._job.simulation.test_every if self._job.stop.central else table.every
+        if record.round != (1 if table.bounds else max(1, every)):
             return
         measured = means(record.evaluation or record.before or ({} if table.every else record.training))
+        measured |= {f"{CENTRAL}{name}": value for name, value in means(record.central).items()}
         if warning := missing_metric(self._job.stop, self._state.summary.trend, measured):
             self._context.note("metric_missing", f"warning: {warning}")
 

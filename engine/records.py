@@ -39,6 +39,7 @@ def record_of(attempt: Attempt, now: float, private: bool, metrics: Mapping[str,
         before=worked_out(aggregated.before, metrics)[0],
         staleness={n: u.staleness(attempt.round) for n, u in sorted(attempt.updates.items()) if u.asked},
         population=attempt.population,
+        central=dict(aggregated.central),
     )
 
 
@@ -71,6 +72,7 @@ def shown(record: RoundRecord) -> dict[str, Any]:
         "training": means(record.training),
         "evaluation": means(record.evaluation),
         "before": means(record.before),
+        **({"central": means(record.central)} if record.central else {}),
         "cohort": len(record.cohort),
         "contributors": len(record.contributors),
         "seconds": record.ended - record.started,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from roundtable.core.config import JobConfig
 from roundtable.engine.best_model import Best, best_after
 from roundtable.engine.messages import RoundRecord
-from roundtable.engine.metrics import mean
+from roundtable.engine.metrics import mean, of_model
 from roundtable.engine.stopping import Trend
 
 
@@ -47,7 +47,10 @@ class RoundSummary:
         if job.keep.best:
             self.best = best_after(self.best, record, stop)
         if stop.metric is not None:
-            tested = record.evaluation or record.before
-            for trend, sums in ((self.evaluated, tested), (self.trained, record.training)):
-                if (value := mean(sums, stop.metric)) is not None:
+            tested = of_model(record, stop.metric)
+            if tested is None and not record.evaluation:
+                tested = mean(record.before, stop.metric)
+            trained = mean(record.training, stop.metric)
+            for trend, value in ((self.evaluated, tested), (self.trained, trained)):
+                if value is not None:
                     trend.add(value, stop)

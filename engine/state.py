@@ -212,8 +212,8 @@ def record_from_plain(plain: Mapping[str, Any]) -> RoundRecord:
     values["cohort"] = tuple(values["cohort"])
     values["contributors"] = tuple(values["contributors"])
     values["withheld"] = tuple(values.get("withheld", ()))
-    for name in ("training", "evaluation", "before"):
-        values[name] = _sums(values[name])
+    for name in ("training", "evaluation", "before", "central"):
+        values[name] = _sums(values.get(name, {}))
     values["client_metrics"] = {client: _sums(sums) for client, sums in values["client_metrics"].items()}
     return RoundRecord(**values)
 
@@ -233,8 +233,8 @@ def _attempt(plain: Mapping[str, Any]) -> Attempt:
     if values["aggregated"]:
         aggregated = dict(values["aggregated"])
         aggregated["step"] = Step(**aggregated["step"])
-        for name in ("training", "before"):
-            aggregated[name] = _sums(aggregated[name])
+        for name in ("training", "before", "central"):
+            aggregated[name] = _sums(aggregated.get(name, {}))
         values["aggregated"] = Aggregated(**aggregated)
     if values["record"]:
         values["record"] = record_from_plain(values["record"])

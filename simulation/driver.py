@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from roundtable.simulation.client_work import ClientWork, failure_event
 from roundtable.simulation.event_queue import AnswerDue, EventQueue, Leaves, PlacesOffered
 from roundtable.simulation.ledger import SimulatedLedger
 from roundtable.simulation.pacing import BufferedPacing, Pacing, SynchronousPacing
+from roundtable.simulation.world.central_test import CentralTest
 from roundtable.simulation.world.fleet import Fleet
 from roundtable.simulation.world.simulated_clients import trusted_data
 
@@ -49,11 +51,20 @@ class Listener(Protocol):
 class Driver:
     """One run of one job."""
 
-    def __init__(self, world: World, plan: Plan, backend: Backend, fleet: Fleet, listener: Listener) -> None:
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        backend: Backend,
+        fleet: Fleet,
+        listener: Listener,
+        central: CentralTest,
+    ) -> None:
         self.world = world
         self.plan = plan
         self.fleet = fleet
         self.listener = listener
+        self._central = central
         self.status = m.StatusChanged("waiting", "not started")
         self.history: list[m.RoundRecord] = []
         self.model = world.initial
@@ -225,9 +236,9 @@ class Driver:
             metadata["privacy"] = self._ledger.statement()
         model = Model(self.world.layout, combined.vector, self.model.local, metadata)
         self._next = (model, combined.state)
-        self._queue.push(
-            self._queue.now, combined.event(step, model_digest(model), f"round-{step.round}", guarantee)
-        )
+        made = combined.event(step, model_digest(model), f"round-{step.round}", guarantee)
+        central = self._central.measure(step.round, model.vector)
+        self._queue.push(self._queue.now, replace(made, central=central))
 
     def _tried(self, step: m.Step, rows: Rows) -> Tensor:
         """What the rule would give: attackers who know it may ask."""

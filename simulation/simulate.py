@@ -46,6 +46,7 @@ from roundtable.simulation.reporting.progress import Progress, Report
 from roundtable.simulation.reporting.result import Result
 from roundtable.simulation.reporting.run_directory import RunDirectory
 from roundtable.simulation.reporting.usage import Meter
+from roundtable.simulation.world.central_test import CentralTest
 from roundtable.simulation.world.config import check_population, devices_table
 from roundtable.simulation.world.devices import Devices
 from roundtable.simulation.world.fleet import Fleet
@@ -94,6 +95,7 @@ def simulate(
         check_budget(plan)
         check_task(world.task, job, layout)
         check_task_with(world.algorithm, world.task, layout)
+        central = CentralTest(world)
         weak = weak_signal_of(job, plan, job.simulation.clients, layout.sent.size)
         devices = Devices(devices_table(job), job.simulation.clients, job.seed, folder)
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None
@@ -110,7 +112,7 @@ def simulate(
             listener.note(Note("weak_signal", f"warning: {weak}"), 0.0)
         if stays := travel_note(job, layout):
             listener.note(Note("frozen_weights", stays), 0.0)
-        driver = Driver(world, plan, backend, Fleet(world.names, devices), listener)
+        driver = Driver(world, plan, backend, Fleet(world.names, devices), listener, central)
         if run is not None and (last := run.last(world.initial)) is not None:
             listener.taken_up(last[1])
             driver.resume(last[0], last[1].records)

@@ -134,6 +134,7 @@ def _sentence(progress: Progress) -> str:
             "training": means(record.training),
             "evaluation": means(record.evaluation),
             "before": means(record.before),
+            "central": means(record.central),
             "contributors": len(record.contributors),
             "cohort": len(record.cohort),
             **({"epsilon": record.charge["epsilon"]} if "epsilon" in record.charge else {}),

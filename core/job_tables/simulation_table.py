@@ -34,6 +34,11 @@ class SimulationTable(Table):
     )
     dropouts: Open = Field(default_factory=dict, description="dropouts and crashes to draw")
     attack: Open = Field(default_factory=dict, description="byzantine clients: name, count and parameters")
+    test_every: int = Field(
+        1,
+        ge=0,
+        description="rounds between measurements on the task's test_data, the last included; 0 for never",
+    )
     root_examples: int = Field(
         100, ge=1, description="examples that the coordinator trusts, for a rule such as fltrust"
     )

@@ -142,7 +142,8 @@ EVENTS: Mapping[str, EventKind] = {
             **_of(Tells.TRAINING, "training before"),
             "evaluation": Tells.EVALUATION,
             **_of(Tells.COHORT, "cohort contributors"),
-            **_of(Tells.PUBLIC, "seconds epsilon"),
+            # Of test data that are the server's own, in a simulation.
+            **_of(Tells.PUBLIC, "seconds epsilon central"),
         },
     ),
     "round_closed": EventKind(_WORDS, "round {round} is closed without a model: " + IN_THE_LOG),
@@ -174,7 +175,7 @@ EVENTS: Mapping[str, EventKind] = {
 FIELDS: Mapping[str, Mapping[str, Tells]] = {
     # What the coordinator keeps of a round for everybody: history, provenance, audit log.
     "round": {
-        **_of(Tells.PUBLIC, "round attempt started ended withheld charge population"),
+        **_of(Tells.PUBLIC, "round attempt started ended withheld charge population central"),
         **_of(Tells.NOISY, "model"),
         # The digest alone; the state itself never leaves.
         **_of(Tells.NOISY, "optimizer"),

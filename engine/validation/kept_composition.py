@@ -18,7 +18,7 @@ def check_kept(job: JobConfig, algorithm: ClientAlgorithm) -> None:
         return
     if job.stop.metric is None:
         raise ConfigError('keep.best: best by what? Name it: [stop] metric = "accuracy"', key=_KEY)
-    if job.evaluation.every == 0:
+    if job.evaluation.every == 0 and not job.stop.central:
         raise ConfigError(
             "keep.best and evaluation.every = 0: no model is measured, so none is the best; training "
             "figures are of the silos' models before they are joined",

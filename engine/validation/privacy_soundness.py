@@ -31,7 +31,9 @@ def check_soundness(job: JobConfig, aggregation: AggregationConfig) -> None:
             'cohort.strategy = "data_size": how many examples a silo has is private, and is not sent under '
             'differential privacy; choose "uniform", "poisson" or another strategy'
         )
-    if not privacy.public_evaluation and (job.stop.metric is not None or job.evaluation.every != 0):
+    # What a simulation's server measures is of no silo's data.
+    stops = job.stop.metric is not None and not job.stop.central
+    if not privacy.public_evaluation and (stops or job.evaluation.every != 0):
         raise PrivacyError(
             "evaluation and stop: metrics of silos are exact and would pass by the noise; set "
             "evaluation.every = 0 and leave out stop.metric, or state that the silos' test data are public "

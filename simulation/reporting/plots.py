@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from roundtable.core.config import CENTRAL
 from roundtable.core.errors import ResourceError
 from roundtable.core.paths import AnyPath
 from roundtable.simulation.reporting.history import History
@@ -26,14 +27,14 @@ def new_figure(panels: int) -> tuple[Any, list[Any]]:
 
 
 def curves(runs: Mapping[str, Sequence[History]], path: AnyPath | None = None) -> Any:
-    """One panel a metric: evaluation as a line, training dashed; a colour for each name.
+    """One panel a metric: evaluation as a line, training dashed, the server's dotted; a colour for each name.
 
     Of several runs under one name their mean is drawn, in a band of one deviation of a sample. What was
     measured before a round stands at the round that made the model.
     """
     columns = [name for group in runs.values() for run in group for name in run.columns]
     metrics = [name for name in columns if name not in COUNTS]
-    plain = (name.removeprefix("train_").removeprefix("before_") for name in metrics)
+    plain = (name.removeprefix("train_").removeprefix("before_").removeprefix(CENTRAL) for name in metrics)
     names = list(dict.fromkeys(plain)) or ["loss"]
     figure, axes = new_figure(len(names))
     for axis, name in zip(axes, names, strict=True):
@@ -42,6 +43,7 @@ def curves(runs: Mapping[str, Sequence[History]], path: AnyPath | None = None) -
             _draw(axis, group, f"train_{name}", "--", colour, f"{title} (train)")
             _draw(axis, group, name, "-", colour, title)
             _draw(axis, group, f"before_{name}", "-", colour, title, earlier=1)
+            _draw(axis, group, f"{CENTRAL}{name}", ":", colour, f"{title} (server)")
         axis.set_xlabel("round")
         axis.set_ylabel(name)
         axis.xaxis.get_major_locator().set_params(integer=True)

@@ -33,7 +33,7 @@ def metrics_of(figures: Mapping[str, Any]) -> dict[str, str]:
     What was measured of the model that the round began with is called so.
     """
     metrics: dict[str, str] = {}
-    for key, where in (("evaluation", ""), ("before", " before the round")):
+    for key, where in (("evaluation", ""), ("before", " before the round"), ("central", " at the server")):
         means: Mapping[str, float] = figures.get(key) or {}
         names = [*sorted(set(means) - {"loss"}), *(["loss"] if "loss" in means else [])]
         metrics |= {f"{name}{where}": f"{means[name]:.4f}" for name in names}

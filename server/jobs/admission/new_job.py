@@ -34,6 +34,11 @@ def new_job(
     except (EncodingError, LayoutError) as error:
         reason = str(error).replace(str(path), f"artifact {submission.model[:12]}")
         raise ConfigError(f"the initial model cannot be used: {reason}") from error
+    if job.stop.central:
+        raise ConfigError(
+            f"stop.metric = {job.stop.metric!r} is measured on test data of the server, which a simulation "
+            "alone has; name a metric of the silos"
+        )
     check_inside(job.tracking)
     check_trackers(job.tracking)
     plan = plan_of(job, layout, population, spent, services.populations.of(job))
