@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from blake3 import blake3
@@ -42,6 +42,7 @@ from roundtable.simulation.driver import Driver
 from roundtable.simulation.reporting.comparison import flat
 from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.kept_models import Keeper
+from roundtable.simulation.reporting.notebook import notebook_report
 from roundtable.simulation.reporting.progress import Progress, Report
 from roundtable.simulation.reporting.result import Result
 from roundtable.simulation.reporting.run_directory import RunDirectory
@@ -60,7 +61,7 @@ def simulate(
     *,
     run_dir: AnyPath | None = None,
     resume: bool = False,
-    progress: Report | None = None,
+    progress: Report | Literal[False] | None = None,
     folder: AnyPath | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Result:
@@ -69,7 +70,8 @@ def simulate(
     `job` is a job or the path of a job file; `overrides` maps dotted keys to values and wins. `task` is
     the task, or its class; without it the job's `task` is loaded, relative to `folder` or to the
     job file. `run_dir` keeps everything on disk; with `resume` a run there goes on from its last
-    committed round, and ends with the same bits as one that was never interrupted.
+    committed round, and ends with the same bits as one that was never interrupted. `progress` is told of
+    clients and rounds; without it a notebook shows a bar, with False nothing.
 
     Raises RoundtableError (ConfigError, TaskError, ...) for what can be known before round 1.
     """
@@ -107,7 +109,8 @@ def simulate(
         trackers = _trackers(job, run, folder, resume=resume)
         stack.callback(trackers.close, finished=False)
         keeper = Keeper(job, world.initial, run)
-        listener = _Listener(job, run, progress, trackers, keeper)
+        report = notebook_report() if progress is None else progress or None
+        listener = _Listener(job, run, report, trackers, keeper)
         if weak is not None:
             listener.note(Note("weak_signal", f"warning: {weak}"), 0.0)
         if stays := travel_note(job, layout):

@@ -17,6 +17,7 @@ from roundtable.core.paths import AnyPath
 from roundtable.engine.messages import RoundRecord
 from roundtable.engine.metrics import means, worked_out
 from roundtable.engine.stopping import larger_is_better
+from roundtable.simulation.reporting.notebook import html_table
 
 _SHOWN = 20
 
@@ -101,6 +102,11 @@ class ClientTable:
         if (more := len(self.rows) - _SHOWN) > 0:
             lines.insert(_SHOWN + 1, f"… {more} clients more")
         return lines
+
+    def _repr_html_(self) -> str:
+        columns = self.columns
+        rows = [[name, *(row.get(metric) for metric in columns)] for name, row in self.rows.items()]
+        return html_table(["client", *columns], rows)
 
     @override
     def __repr__(self) -> str:

@@ -15,6 +15,7 @@ from roundtable.core.errors import ConfigError, StorageError
 from roundtable.core.paths import AnyPath
 from roundtable.engine import record_from_plain
 from roundtable.simulation.reporting.history import History
+from roundtable.simulation.reporting.notebook import html_table, picture, png_of
 from roundtable.simulation.reporting.plots import COUNTS, curves
 
 
@@ -81,6 +82,14 @@ class Comparison:
             return curves({run.name: [run.history] for run in self.runs}, path)
         groups = self._groups(over)
         return curves({_title(settings): [r.history for r in runs] for settings, runs in groups}, path)
+
+    def _repr_png_(self) -> bytes:
+        return png_of(self.plot())
+
+    def _repr_html_(self) -> str:
+        columns = self.columns
+        table = html_table(columns, [[row.get(column) for column in columns] for row in self.rows])
+        return picture(self.plot) + table
 
     def _groups(self, key: str) -> list[tuple[dict[str, Any], list[Run]]]:
         if key not in self.settings:

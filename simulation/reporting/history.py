@@ -6,7 +6,6 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import Any, overload
@@ -18,6 +17,7 @@ from roundtable.core.foreign_text import printable
 from roundtable.core.paths import AnyPath
 from roundtable.engine import figures
 from roundtable.engine.messages import RoundRecord
+from roundtable.simulation.reporting.notebook import html_table
 
 Value = int | float | None
 Row = Mapping[str, Value]
@@ -105,11 +105,7 @@ class History(Sequence[Row]):
 
     def _repr_html_(self) -> str:
         columns = self.columns
-        head = "".join(f"<th>{escape(printable(name))}</th>" for name in columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{_text(row.get(name))}</td>" for name in columns) + "</tr>" for row in self
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return html_table(columns, [[row.get(name) for name in columns] for row in self])
 
     def _row(self, index: int) -> dict[str, Value]:
         record = self.records[index]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from roundtable.core.config import JobConfig
+from roundtable.core.foreign_text import printable
 from roundtable.core.models import Model
 from roundtable.core.paths import AnyPath
 from roundtable.engine import Best
 from roundtable.simulation.reporting.client_table import ClientTable
 from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.kept_models import KeptModels
+from roundtable.simulation.reporting.notebook import picture, png_of
 from roundtable.simulation.reporting.plots import curves
 
 
@@ -56,6 +59,13 @@ class Result:
         Raises ResourceError where matplotlib is not installed.
         """
         return curves({self.job.title: [self.history]}, path)
+
+    def _repr_png_(self) -> bytes:
+        return png_of(self.plot())
+
+    def _repr_html_(self) -> str:
+        said = f"{self.job.title}: {self.status}, {self.reason} ({self.backend})"
+        return f"<p>{escape(printable(said))}</p>{picture(self.plot)}{self.history._repr_html_()}"
 
     @override
     def __repr__(self) -> str:
