@@ -6,6 +6,7 @@ from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.partition_report import PartitionReport, describe_partition
 from roundtable.simulation.reporting.progress import Progress
 from roundtable.simulation.reporting.result import Result
+from roundtable.simulation.settings_search import ValueRange, draw, halving
 from roundtable.simulation.simulate import simulate
 from roundtable.simulation.sweep import grid, sweep
 from roundtable.simulation.world.partition import make_partition
@@ -21,11 +22,14 @@ __all__ = [
     "Result",
     "Run",
     "Trained",
+    "ValueRange",
     "Work",
     "World",
     "compare",
     "describe_partition",
+    "draw",
     "grid",
+    "halving",
     "make_partition",
     "open_run",
     "simulate",

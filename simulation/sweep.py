@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,16 @@ def sweep(
     at_once: int = 1,
     progress: Callable[[str, Progress], None] | None = None,
     done: Callable[[str, int], None] | None = None,
+    names: Sequence[str] | None = None,
 ) -> Comparison:
     """Runs the job file once for each set of overrides, each in a run directory below `folder`.
 
     Called again after an interruption, it goes on where it stopped; runs that are done are not
     repeated. All settings are checked before the first run: ConfigError names the one that is wrong.
-    `fixed` are settings of all runs. `progress` gets the run's name and what it says, `done` the name and
-    the rounds of each that has ended. With `at_once` above 1 so many run side by side, each in a process of
-    its own, to the same bits, and `progress` hears nothing. The comparison is also written to `folder`.
+    `fixed` are settings of all runs, `names` the folders' names if not those of `run_names`. `progress` gets
+    the run's name and what it says, `done` the name and the rounds of each that has ended. With `at_once`
+    above 1 so many run side by side, each in a process of its own, to the same bits, and `progress` hears
+    nothing. The comparison is also written to `folder`.
     """
     folder = Path(folder)
     if at_once < 1:
@@ -61,7 +63,7 @@ def sweep(
         )
     if not settings:
         raise ConfigError("sweep: nothing to vary; give at least one set of overrides")
-    names = list(_names(settings))
+    names = run_names(settings) if names is None else list(names)
     settings = [{**(fixed or {}), **overrides} for overrides in settings]
     for name, overrides in zip(names, settings, strict=True):
         try:
@@ -96,12 +98,15 @@ def _check_task(
         make_task(table.name, task, table.parameters)
 
 
-def _names(settings: Sequence[Overrides]) -> Iterator[str]:
-    """A folder's name for each run: its number and its settings, in characters that all systems take."""
-    width = len(str(len(settings)))
+def run_names(settings: Sequence[Overrides], width: int = 0) -> list[str]:
+    """A folder's name for each run: its number, of at least so many digits, and its settings, in characters
+    that all systems take."""
+    width, names = max(width, len(str(len(settings)))), []
     for number, overrides in enumerate(settings, start=1):
         settings_text = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in overrides.items())
-        yield f"{number:0{width}d}-" + re.sub(r"[^A-Za-z0-9=.,_-]+", "_", settings_text)[:80].strip("_")
+        plain = re.sub(r"[^A-Za-z0-9=.,_-]+", "_", settings_text)[:80].strip("_")
+        names.append(f"{number:0{width}d}-{plain}")
+    return names
 
 
 def _named(progress: Callable[[str, Progress], None], name: str) -> Callable[[Progress], None]:

@@ -47,7 +47,7 @@ class Comparison:
         metrics = dict.fromkeys(
             name for run in self.runs for name in run.history.columns if name not in COUNTS
         )
-        return ["run", *self.settings, "rounds", "seconds", *metrics]
+        return list(dict.fromkeys(("run", *self.settings, "rounds", "seconds", *metrics)))
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -70,17 +70,25 @@ class Comparison:
         The deviation is that of a sample, over n − 1; None for a single run. Raises ConfigError where no two
         runs differ in `key`.
         """
-        return [self._summary(settings, runs) for settings, runs in self._groups(key)]
+        return [self._summary(settings, runs) for settings, runs in self._over(key)]
 
-    def plot(self, path: AnyPath | None = None, over: str | None = None) -> Any:
+    def by(self, *keys: str) -> list[dict[str, Any]]:
+        """One row for each of the values that these keys have together, whatever else varies: how many runs
+        have them, and (mean, deviation) of each metric.
+
+        Raises ConfigError where no two runs differ in one of the keys.
+        """
+        return [self._summary(settings, runs) for settings, runs in self._groups(keys)]
+
+    def plot(self, path: AnyPath | None = None, over: str | None = None, by: Sequence[str] = ()) -> Any:
         """All learning curves in one matplotlib Figure; also written to `path` if one is given.
 
         With `over`, a line for each group of runs that differ in this key alone: their mean, in a band of one
-        deviation.
+        deviation; with `by` for each group of runs that have these keys alike.
         """
-        if over is None:
+        if over is None and not by:
             return curves({run.name: [run.history] for run in self.runs}, path)
-        groups = self._groups(over)
+        groups = self._groups(by) if over is None else self._over(over)
         return curves({_title(settings): [r.history for r in runs] for settings, runs in groups}, path)
 
     def _repr_png_(self) -> bytes:
@@ -91,12 +99,19 @@ class Comparison:
         table = html_table(columns, [[row.get(column) for column in columns] for row in self.rows])
         return picture(self.plot) + table
 
-    def _groups(self, key: str) -> list[tuple[dict[str, Any], list[Run]]]:
+    def _over(self, key: str) -> list[tuple[dict[str, Any], list[Run]]]:
+        self._check_differ(key)
+        return self._groups([name for name in self.settings if name != key])
+
+    def _check_differ(self, key: str) -> None:
         if key not in self.settings:
             raise ConfigError(
                 f"no two of these runs differ in {key!r}; they do in {', '.join(self.settings) or 'nothing'}"
             )
-        keys = [name for name in self.settings if name != key]
+
+    def _groups(self, keys: Sequence[str]) -> list[tuple[dict[str, Any], list[Run]]]:
+        for key in keys:
+            self._check_differ(key)
         groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
         for run in self.runs:
             values = flat(run.job)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from roundtable.cli.main import run as run_command
 from roundtable.core.errors import ConfigError, RoundtableError, StorageError
-from roundtable.simulation import compare, grid, sweep
+from roundtable.simulation import ValueRange, compare, draw, grid, halving, sweep
+from roundtable.simulation.settings_search import rungs
 
 HERE = Path(__file__).parent
 
@@ -125,3 +129,92 @@ def test_a_run_that_fails_beside_others_is_named(job_file, tmp_path):
         sweep(job_file, [{"cohort.size": 2}, {"cohort.size": 4}], tmp_path / "out", at_once=2)
     with pytest.raises(ConfigError, match="name it there"):
         sweep(job_file, [{"cohort.size": 2}], tmp_path / "other", object(), at_once=2)
+
+
+@given(
+    kind=st.sampled_from(["uniform", "log", "int"]),
+    ends=st.tuples(st.integers(1, 50), st.integers(51, 200)),
+    share=st.floats(0, 1, exclude_max=True),
+)
+def test_a_range_holds_its_values_and_both_ends(kind, ends, share):
+    axis = ValueRange(kind, *ends)
+    assert ends[0] <= axis.at(share) <= ends[1]
+    assert (axis.at(0.0), isinstance(axis.at(share), int)) == (ends[0], kind == "int")
+    assert axis.at(1 - 1e-9) == pytest.approx(ends[1], rel=1e-3)
+    with pytest.raises(ConfigError, match="the first end lies below the second"):
+        ValueRange(kind, ends[1], ends[0])
+
+
+def test_more_trials_begin_with_those_of_fewer_and_the_shares_are_even():
+    axes = {"a": ValueRange("log", 1e-4, 1.0), "b": ["x", "y"], "c": ValueRange("int", 1, 4)}
+    many = draw(axes, 400, seed=3)
+    assert draw(axes, 20, seed=3) == many[:20]
+    assert draw(axes, 20, seed=4) != many[:20]
+    assert draw({"c": axes["c"]}, 5, seed=3) == [{"c": each["c"]} for each in many[:5]]
+    assert statistics.fmean(math.log10(each["a"]) for each in many) == pytest.approx(-2.0, abs=0.2)
+    for key, values in (("b", "xy"), ("c", [1, 2, 3, 4])):
+        counts = [sum(each[key] == value for each in many) for value in values]
+        assert min(counts) > 0.7 * 400 / len(values)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "trials", "eta", "least", "expected"),
+    [
+        (81, 81, 3, 1, [(81, 1), (27, 3), (9, 9), (3, 27), (1, 81)]),
+        (10, 8, 2, 1, [(8, 2), (4, 3), (2, 5), (1, 10)]),
+        (9, 20, 3, 3, [(20, 3), (6, 9)]),
+        (5, 2, 3, 1, [(2, 5)]),
+    ],
+)
+def test_the_rungs_of_successive_halving(rounds, trials, eta, least, expected):
+    assert rungs(rounds, trials, eta, least) == expected
+
+
+def test_halving_goes_on_with_the_best_and_decides_alike_when_called_again(job_file, tmp_path, capsys):
+    rates = [{"algorithm.learning_rate": rate} for rate in (1e-5, 0.3, 1e-4, 0.03)]
+    found = halving(job_file, rates, tmp_path / "one", "accuracy", eta=2, fixed={"rounds": 4})
+    rounds = {run.name[:4]: len(run.history) for run in found.runs}
+    assert sorted(rounds.values()) == [1, 1, 2, 4]
+    assert [len(run.history) for run in found.runs] == [4, 2, 1, 1]
+    (best,) = (run for run in found.runs if len(run.history) == 4)
+    whole = sweep(job_file, rates, tmp_path / "whole", fixed={"rounds": 4})
+    (same,) = (run for run in whole.runs if run.name.endswith(best.name[4:]))
+    assert same.history.records[-1].model == best.history.records[-1].model, "as if it had never stopped"
+    by_first = sorted(whole.runs, key=lambda run: -run.history["accuracy"][0])
+    went_on = {run.name[5:] for run in found.runs if len(run.history) > 1}
+    assert went_on == {run.name[2:] for run in by_first[:2]}
+
+    def nothing(name, rounds):
+        raise AssertionError(f"{name} ran again")
+
+    again = halving(job_file, rates, tmp_path / "one", "accuracy", eta=2, fixed={"rounds": 4}, done=nothing)
+    assert [run.name for run in again.runs] == [run.name for run in found.runs]
+    with pytest.raises(ConfigError, match="no run has measured 'acuracy'; there are round"):
+        halving(job_file, rates, tmp_path / "one", "acuracy", eta=2, fixed={"rounds": 4})
+    with pytest.raises(ConfigError, match="leave rounds out of what varies"):
+        halving(job_file, [{"rounds": 3}], tmp_path / "one", "accuracy")
+    private = {"privacy.level": "client", "privacy.clip_norm": 1.0, "privacy.epsilon": 8.0}
+    private |= {"privacy.delta": 1e-3, "aggregation.weighting": "uniform", "evaluation.every": 0}
+    with pytest.raises(ConfigError, match=r"halving and \[privacy\]"):
+        halving(job_file, rates, tmp_path / "one", "accuracy", fixed=private)
+
+
+def test_a_search_by_command_goes_on_and_groups_are_compared(job_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    space = ["--vary", "algorithm.learning_rate=log(1e-4, 1)", "--vary", "cohort.size=2,4"]
+    assert run_command(["sweep", str(job_file), *space, "--trials", "2", "--out", str(out)]) == 0
+    first = sorted(path.name for path in out.iterdir() if path.is_dir())
+    assert [name[:5] for name in first] == ["0001-", "0002-"]
+    search = ["--trials", "4", "--halving", "loss", "--eta", "2", "--json", "--out", str(out)]
+    assert run_command(["sweep", str(job_file), *space, *search]) == 0
+    rows = json.loads(capsys.readouterr().out.partition("[")[2].join(["[", ""]))
+    assert {row["run"] for row in rows} > set(first)
+    folders = [str(path) for path in out.iterdir()]
+    assert run_command(["compare", *folders, "--by", "cohort.size", "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)
+    assert (sum(row["runs"] for row in groups), {row["cohort.size"] for row in groups}) == (4, {2, 4})
+    assert run_command(["compare", *folders, "--by", "cohort.size", "--over", "seed"]) == 2
+    assert run_command(["sweep", str(job_file), *space, "--out", str(out)]) == 2
+    assert "say how many --trials" in capsys.readouterr().err
+    assert run_command(["sweep", str(job_file), "--vary", "seed=log(1, x)", "--out", str(out)]) == 2
+    assert "two numbers" in capsys.readouterr().err
