@@ -21,7 +21,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from roundtable.core.encodings import GRID, Encoding
-from roundtable.core.encodings.encoding import ByteSource
+from roundtable.core.encodings.encoding import ByteSource, HeldBytes
 from roundtable.core.errors import EncodingError
 from roundtable.core.models import MAX_HEADER, Model, model_head, open_model
 
@@ -57,8 +57,11 @@ def published(encoding: Encoding, held: Tensor, exact: Tensor) -> tuple[Tensor, 
     """
     difference = exact - held
     data = b"".join(bytes(block) for block in encoding.encode(difference))
-    encoding.decode(data, difference)
-    return difference.add_(held), data
+    reader = encoding.reader(HeldBytes(data), len(difference))
+    for made, old in zip(torch.split(difference, _AT_A_TIME), torch.split(held, _AT_A_TIME), strict=True):
+        reader.read(made)
+        made += old
+    return difference, data
 
 
 def delta_blocks(model: Model, data: bytes) -> Iterator[bytes]:

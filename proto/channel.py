@@ -13,6 +13,9 @@ from roundtable.proto import MAX_MESSAGE_BYTES
 KEEPALIVE_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 IDLE_MS = 30_000
+WINDOW_BYTES = 1 << 20
+"""What a call may have under way before its receiver has answered: gRPC begins with 64 KiB and doubles that
+each round trip, which a small update would mostly spend on waiting."""
 
 _SHARED: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -21,6 +24,7 @@ _SHARED: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
 )
 
 CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (

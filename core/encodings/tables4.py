@@ -16,7 +16,6 @@ from roundtable.core.encodings.torch_blocks import (
     pack,
     read_scales,
     scale_bytes,
-    unpack,
 )
 from roundtable.core.errors import EncodingError
 
@@ -68,6 +67,8 @@ class Table4(BlockCodec):
             self.bounds[1::2] = np.nextafter(self.bounds[1::2], np.float32(0))
             levels = np.concatenate((levels, -levels))
         self.values = levels.astype(np.float32)
+        of_code, every = torch.from_numpy(self.values), torch.arange(256)
+        self._low, self._high = of_code[every & 15], of_code[every >> 4]
         self.peak = np.array([6.0 if self.magnitudes else 1.0], dtype=np.float32)
         gap = 1 / 6 if self.magnitudes else 0.152
         worst = min(self.unit**0.5 * gap * (1 + 2**-7), (1 - 0.9 / self.unit) ** 0.5)
@@ -102,7 +103,14 @@ class Table4(BlockCodec):
     @override
     def from_rows(self, raw: Tensor, size: int) -> Tensor:
         scales = read_scales(raw, self.wide, float(self.peak[0]))
-        codes = unpack(raw[:, 4 if self.wide else 2 :], size, 4)
-        if self.magnitudes and bool((codes == 8).any()):
+        packed = raw[:, 4 if self.wide else 2 :]
+        if size % 2 and bool((packed[:, -1] >> 4).any()):
+            raise EncodingError(FLAWS[3])
+        if self.magnitudes and not int(torch.minimum((packed & 15) ^ 8, (packed >> 4) ^ 8).min()):
             raise EncodingError(FLAWS[2])
-        return torch.from_numpy(self.values)[codes.long()] * scales[:, None]
+        # Two values of each byte: a table of bytes is read faster than codes are taken apart.
+        both, height = packed.reshape(-1).int(), packed.shape[1]
+        values = torch.empty(len(raw), 2 * height)
+        values[:, :height] = torch.index_select(self._low, 0, both).view(-1, height)
+        values[:, height:] = torch.index_select(self._high, 0, both).view(-1, height)
+        return values.mul_(scales[:, None])[:, :size]

@@ -39,6 +39,7 @@ from roundtable.server.storage.bucket import Bucket
 log = logging.getLogger("roundtable.server.storage.artifact_store")
 
 READ_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 
 
 class DamagedArtifact(StorageError):
@@ -168,7 +169,10 @@ class ArtifactStore:
         try:
             writer.open()
             for block in blocks:
-                writer.write(block)
+                whole = memoryview(block)
+                # In pieces that are hashed while they are in the cache, and go to the disk meanwhile.
+                for start in range(0, len(whole), PIECE_BYTES):
+                    writer.write(whole[start : start + PIECE_BYTES])
             return writer.finish()
         finally:
             writer.close()
