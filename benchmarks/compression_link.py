@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transport import coordinator, spawn
+from transport import Memory, coordinator, spawn
 
 from roundtable.client.agent.agent import Agent
 from roundtable.client.policy.config import AgentConfig
@@ -130,7 +130,8 @@ def seconds(operator: OperatorClient, model: Path, rounds: int, table: str) -> l
 
 
 def measure(folder: Path, elements: int, rounds: int, small: str) -> dict[str, float]:
-    """Median seconds of a round, both ways, and their ratio."""
+    """Median seconds of a round, both ways, and their ratio; the coordinator's peaks, in sizes of the model
+    beyond what it takes without a job."""
     create_ca(folder / "ca")
     issue(folder / "ca", "coordinator", "coordinator", folder / "coordinator", ("localhost", "127.0.0.1"))
     issue(folder / "ca", "operator", "operator", folder / "operator")
@@ -139,19 +140,26 @@ def measure(folder: Path, elements: int, rounds: int, small: str) -> dict[str, f
     layout = Layout.of(state)
     save_model(folder / "model.safetensors", Model(layout, layout.flatten(state)))
     here, there = multiprocessing.Pipe()
-    with coordinator(folder) as (port, _):
+    peaks = {}
+    with coordinator(folder) as (port, pid):
+        memory = Memory(pid)
+        idle = memory.read("VmRSS")
         line = spawn.Process(target=run_line, args=(there, port, BITS, ROUND_TRIP), daemon=True)
         line.start()
         agent = spawn.Process(target=run_agent, args=(folder, here.recv(), elements), daemon=True)
         agent.start()
         with OperatorClient(f"localhost:{port}", folder / "operator") as operator:
             few = seconds(operator, folder / "model.safetensors", rounds + 2, small)
+            peaks["small"] = memory.read("VmHWM")
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
             whole = seconds(operator, folder / "model.safetensors", rounds, "")
+            peaks["float32"] = memory.read("VmHWM")
         for process in (agent, line):
             process.terminate()
             process.join()
     slow, fast = statistics.median(whole), statistics.median(few)
-    return {"elements": elements, "float32_s": slow, "small_s": fast, "ratio": slow / fast}
+    beyond = {f"{kind}_peak_models": (peak - idle) / 4 / elements for kind, peak in peaks.items()}
+    return {"elements": elements, "float32_s": slow, "small_s": fast, "ratio": slow / fast, **beyond}
 
 
 def main() -> None:
@@ -174,6 +182,10 @@ def main() -> None:
     )
     print(f"float32 {found['float32_s']:.2f} s, small {found['small_s']:.2f} s")
     print(f"{found['ratio']:.1f} times as fast (target ≥ {TARGET:g})")
+    print(
+        f"the coordinator's peak beyond idle: {found['float32_peak_models']:.2f} models in float32, "
+        f"{found['small_peak_models']:.2f} small"
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ decoded to the base gives the new model's bits on every machine, and its digest 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -48,20 +48,36 @@ class Hop:
         return cls(base[:NAME_LENGTH], model[:NAME_LENGTH], delta)
 
 
-def published(encoding: Encoding, held: Tensor, exact: Tensor) -> tuple[Tensor, bytes]:
+def published(
+    encoding: Encoding,
+    held: Tensor,
+    exact: Tensor,
+    out: Tensor | None = None,
+    passed: Callable[[Tensor], object] = lambda part: None,
+) -> tuple[Tensor, bytes]:
     """held + C(exact − held) [d], which is what silos hold next, and the bytes of C(exact − held).
 
     What C leaves out stays in the difference, which the next round sends: the difference is the memory
-    of error feedback (Seide et al. 2014), and needs none of its own. EncodingError for values that C does not
-    take.
+    of error feedback (Seide et al. 2014), and needs none of its own. `out`, which may be `exact`, takes the
+    result; `passed` is called with parts of `held` once they have been read. EncodingError for values that C
+    does not take.
     """
-    difference = exact - held
+    difference = torch.empty_like(exact) if out is None else out
+    for made, new, old in _parts(difference, exact, held):
+        torch.sub(new, old, out=made)
+        passed(old)
     data = b"".join(bytes(block) for block in encoding.encode(difference))
     reader = encoding.reader(HeldBytes(data), len(difference))
-    for made, old in zip(torch.split(difference, _AT_A_TIME), torch.split(held, _AT_A_TIME), strict=True):
+    for made, old in _parts(difference, held):
         reader.read(made)
         made += old
+        passed(old)
     return difference, data
+
+
+def _parts(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same stretch of each, one after the other."""
+    return zip(*(torch.split(vector, _AT_A_TIME) for vector in vectors), strict=True)
 
 
 def delta_blocks(model: Model, data: bytes) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ received (in memory or as mapped files) and store what comes out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from roundtable.aggregation import AggregationResult, ClientRow, RuleContext, TensorMatrix, aggregate
 from roundtable.aggregation.rows.reductions import is_finite
+from roundtable.core.encodings import Encoding
 from roundtable.core.errors import AggregationError
 from roundtable.core.model_delta import published
 from roundtable.core.privacy_table import OwnNoise
@@ -100,6 +101,15 @@ class _Delta:
     account: RoundAccount
 
 
+Publish = Callable[[Encoding, Tensor, Tensor, ServerState], tuple[Tensor, bytes]]
+"""What silos get next [d] and the bytes of the change, of (encoding, what they hold [d], the exact model [d],
+the next round's state)."""
+
+
+def _published(encoding: Encoding, held: Tensor, exact: Tensor, state: ServerState) -> tuple[Tensor, bytes]:
+    return published(encoding, held, exact)
+
+
 def combine(
     plan: Plan,
     received: Received,
@@ -112,6 +122,7 @@ def combine(
     diagnose: bool = False,
     root_update: Tensor | None = None,
     population: int = 1,
+    publish: Publish = _published,
 ) -> Combined:
     """The outcome of round `round` (from 1).
 
@@ -119,7 +130,8 @@ def combine(
     way down, the exact one is in the state, and the new one is published as far as the encoding tells it.
     `noise` is the source of central noise, the operating system's unless given; `root_update` [d] is for
     rules that compare with training on trusted data; `population`, how many clients there are, for
-    algorithms with a server's part. Raises AggregationError where what was received gives no sound answer.
+    algorithms with a server's part; `publish` makes what silos get of the exact model in the state.
+    Raises AggregationError where what was received gives no sound answer.
     """
     noise = noise or SecureNoise()
     match received, plan.noise:
@@ -154,8 +166,9 @@ def combine(
     after = replace(delta.state, optimizer=optimizer)
     if plan.down is None:
         return Combined(vector, after, delta.account)
-    held, data = published(plan.down, model, vector)
-    return Combined(held, replace(after, exact=vector), delta.account, data)
+    after = replace(after, exact=vector)
+    held, data = publish(plan.down, model, vector, after)
+    return Combined(held, after, delta.account, data)
 
 
 def _present(received: Received, account: RoundAccount) -> float:

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from roundtable.aggregation.foreign_optimizer import ForeignOptimizer
 from roundtable.core.config import JobConfig
-from roundtable.core.model_delta import delta_blocks
+from roundtable.core.encodings import Encoding
+from roundtable.core.model_delta import delta_blocks, published
 from roundtable.core.models import Model, model_blocks, open_model
 from roundtable.engine import Plan, Received, ServerState, combine, initial_server_state
 from roundtable.engine import messages as m
 from roundtable.engine.combining.new_model import new_model
 from roundtable.privacy import SecureNoise
 from roundtable.server.jobs.privacy_budget import Guarantee
-from roundtable.server.jobs.sliced_optimizer import SlicedOptimizer, give_back_free_memory
+from roundtable.server.jobs.sliced_optimizer import SlicedOptimizer, drop_pages, give_back_free_memory
 from roundtable.server.jobs.trusted_training import TrustedTraining
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.store import ArtifactRow
@@ -75,6 +76,14 @@ class Combiner:
     ) -> m.Aggregated:
         """Stores what `made` then lists; it counts only if `reading` ends without an error."""
         old = open_model(reading.enter_context(self._artifacts.using(action.model)))
+
+        def publish(
+            encoding: Encoding, held: Tensor, exact: Tensor, state: ServerState
+        ) -> tuple[Tensor, bytes]:
+            # Once the exact model is stored, what silos get takes its place in memory.
+            self._store({"optimizer": state.blocks()}, now, made)
+            return published(encoding, held, exact, out=exact, passed=drop_pages)
+
         combined = combine(
             self._plan,
             received,
@@ -86,10 +95,11 @@ class Combiner:
             diagnose=self._job.aggregation.diagnosis,
             root_update=self._root_update(action, old),
             population=action.population,
+            publish=publish,
         )
         model = new_model(self._job, old, combined.vector, action.step.round, guarantee.statement)
         parts = {"model": model_blocks(model)}
-        if combined.state.worth_keeping:
+        if combined.state.worth_keeping and not made:
             parts["optimizer"] = combined.state.blocks()
         if combined.delta is not None:
             parts["delta"] = delta_blocks(model, combined.delta)

@@ -1,0 +1,338 @@
+"""Encodings: how fast they are beside memcpy and beside others, and what they cost in accuracy.
+
+    python benchmarks/compression.py speed                        # minutes; peers where they are installed
+    python benchmarks/compression.py accuracy [--mnist mnist.npz] # half an hour; goes on where it stopped
+    python benchmarks/compression.py draw                         # docs/figures/compression-*.png
+    python benchmarks/compression.py sizes                        # bytes a round of 1.3 B parameters
+
+Speeds are GB of float32 a second on one core, from the processor time of the call (medians; all contestants
+take turns in each repeat), so that other work on the machine counts little; the share of memcpy's speed is
+taken within the same run. "eager" is the same code in torch, without a compiler. Peers may be installed in
+an environment of their own: compression-requirements.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import compression_accuracy
+import numpy as np
+import torch
+
+from roundtable.core.encodings import StreamKey, get_encoding
+
+ROOT = Path(__file__).resolve().parents[1]
+FIGURES = ROOT / "docs" / "figures"
+RUNS = ROOT / "build" / "compression-accuracy.jsonl"
+KEY = StreamKey(1, "alder", 1, 1)
+Work = Callable[[], object]
+
+FLOORS = {
+    "int8(block=256)": 0.5,
+    "int4(block=256)": 0.5,
+    "int4(block=64)": 0.5,
+    "int8(block=256, rounding=stochastic)": 0.3,
+    "int4(block=64, rounding=stochastic)": 0.3,
+    "nf4(block=64)": 0.2,
+    "topk(ratio=0.01) | int8": 0.25,
+}
+"""The least share of memcpy's speed that encoding is to have."""
+
+OTHERS = (
+    "float16",
+    "bfloat16",
+    "int2",
+    "fp4(block=64)",
+    "sign(block=4096)",
+    "qsgd(levels=127)",
+    "natural",
+    "minmax(bits=8)",
+    "topk(ratio=0.05) | int8",
+    "randomk(ratio=0.1)",
+)
+
+RIVALS = {
+    "bitsandbytes 8 bit": "int8(block=256)",
+    "bitsandbytes NF4": "nf4(block=64)",
+    "bitsandbytes FP4": "fp4(block=64)",
+    "torch.topk": "topk(ratio=0.01) | int8",
+    "numpy.partition": "topk(ratio=0.01) | int8",
+    "zstd 1 over int8": "int8(block=256)",
+    "NVFLARE float16": "float16",
+    "NVFLARE adaquant": "int8(block=256)",
+}
+"""Peers, and which of ours does most nearly the same."""
+
+
+def update(elements: int) -> torch.Tensor:
+    """Cubes of normal values: about as heavy-tailed as real updates (kurtosis 46)."""
+    return torch.randn(elements, generator=torch.Generator().manual_seed(1)).pow_(3).mul_(1e-4)
+
+
+def drained(chain: str, values: torch.Tensor) -> Work:
+    """Encodes and lets each block go, as a stream does."""
+    encoding = get_encoding(chain)
+
+    def work() -> None:
+        for _ in encoding.encode(values, KEY):
+            pass
+
+    return work
+
+
+def decoded(chain: str, values: torch.Tensor) -> Work:
+    """Decodes into memory that is there."""
+    encoding, out = get_encoding(chain), torch.empty_like(values)
+    data = b"".join(bytes(block) for block in encoding.encode(values, KEY))
+    return lambda: encoding.decode(data, out, KEY)
+
+
+def own(values: torch.Tensor) -> Iterator[tuple[str, Work]]:
+    """memcpy, and encoding and decoding of each chain."""
+    out = torch.empty_like(values)
+    yield "memcpy", lambda: out.copy_(values)
+    for chain in (*FLOORS, *OTHERS):
+        yield chain, drained(chain, values)
+        yield f"{chain}, decode", decoded(chain, values)
+
+
+def peers(values: torch.Tensor) -> Iterator[tuple[str, Work]]:
+    """What others offer for the same, where it is installed; what fails is said."""
+    k = len(values) // 100
+    yield "torch.topk", lambda: torch.topk(values.abs(), k, sorted=False)
+    array = values.numpy()
+    yield "numpy.partition", lambda: np.argpartition(np.abs(array), len(array) - k)[-k:]
+    for offered in (_bitsandbytes, _zstd, _nvflare):
+        try:
+            yield from offered(values)
+        except Exception as error:  # noqa: BLE001 (what a peer fails with here is a finding)
+            print(f"{offered.__name__[1:]}: left out: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _bitsandbytes(values: torch.Tensor) -> Iterator[tuple[str, Work]]:
+    from bitsandbytes import functional
+
+    yield "bitsandbytes 8 bit", lambda: functional.quantize_blockwise(values, blocksize=256)
+    codes, state = functional.quantize_blockwise(values, blocksize=256)
+    yield "bitsandbytes 8 bit, decode", lambda: functional.dequantize_blockwise(codes, state)
+    for kind in ("nf4", "fp4"):
+
+        def quantise(kind: str = kind) -> Any:
+            return functional.quantize_4bit(values, blocksize=64, quant_type=kind)
+
+        held = quantise()
+        yield f"bitsandbytes {kind.upper()}", quantise
+        yield f"bitsandbytes {kind.upper()}, decode", lambda held=held: functional.dequantize_4bit(*held)
+
+
+def _zstd(values: torch.Tensor) -> Iterator[tuple[str, Work]]:
+    import zstandard
+
+    data = b"".join(bytes(block) for block in get_encoding("int8(block=256)").encode(values))
+    yield "zstd 1 over int8", lambda: zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def _nvflare(values: torch.Tensor) -> Iterator[tuple[str, Work]]:
+    from nvflare.app_opt.pt.quantization.quantizer import ModelQuantizer
+
+    context: Any = None
+    for kind in ("float16", "adaquant", "blockwise8", "normfloat4"):
+        quantizer = ModelQuantizer(quantization_type=kind)
+
+        def quantise(quantizer: Any = quantizer) -> object:
+            return quantizer.quantization({"w": values.numpy()}, context)
+
+        try:
+            quantise()
+        except Exception as error:  # noqa: BLE001 (what a peer fails with here is a finding)
+            print(f"NVFLARE {kind}: fails here: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        yield f"NVFLARE {kind}", quantise
+
+
+def measured(works: Sequence[tuple[str, Work]], elements: int, repeats: int) -> dict[str, dict[str, float]]:
+    """GB a second by processor time and by the clock; medians of `repeats`, in turns."""
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name, _ in works}
+    for turn in range(repeats + 1):
+        for name, work in works:
+            slow = sum(cpu for cpu, _ in spent[name]) > SLOW
+            if slow and len(spent[name]) > 2:
+                continue
+            cpu, clock = time.process_time(), time.perf_counter()
+            work()
+            both = time.process_time() - cpu, time.perf_counter() - clock
+            if turn or both[0] > SLOW:
+                spent[name].append(both)
+            print(f"\r[{turn}/{repeats}] {name:50}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    size = 4 * elements / 1e9
+    return {
+        name: {
+            "GB/s": size / statistics.median(cpu for cpu, _ in times),
+            "GB/s by the clock": size / statistics.median(clock for _, clock in times),
+        }
+        for name, times in spent.items()
+    }
+
+
+SLOW = 3.0
+"""Seconds of processor time after which a contestant is not repeated as often as others."""
+
+
+def speed(options: argparse.Namespace) -> dict[str, Any]:
+    """Ours with kernels, and without in a process of its own; peers."""
+    torch.set_num_threads(1)
+    values = update(options.elements)
+    if options.eager:
+        return measured(list(own(values)), options.elements, options.repeats)
+    works = [*own(values), *([] if options.own else peers(values))]
+    compiled = measured(works, options.elements, options.repeats)
+    command = [
+        sys.executable,
+        __file__,
+        "speed",
+        "--eager",
+        "--json",
+        "--repeats",
+        str(min(3, options.repeats)),
+    ]
+    child = subprocess.run(
+        [*command, "--elements", str(options.elements)],
+        env={**os.environ, "ROUNDTABLE_KERNELS": "off"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return {"compiled": compiled, "eager": json.loads(child.stdout)}
+
+
+def speed_table(found: dict[str, Any]) -> str:
+    """As Markdown."""
+    compiled, eager = found["compiled"], found["eager"]
+    copy = compiled["memcpy"]["GB/s"]
+    eager_copy = eager["memcpy"]["GB/s"]
+    lines = [
+        f"memcpy {copy:.1f} GB/s",
+        "",
+        "| encoding | encode | of memcpy | floor | decode | eager: encode, decode | peers |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for chain in (*FLOORS, *OTHERS):
+        mine, back = compiled[chain]["GB/s"], compiled[f"{chain}, decode"]["GB/s"]
+        floor = FLOORS.get(chain)
+        said = "" if floor is None else f"{floor:g}{'' if mine >= floor * copy else ': missed'}"
+        slow, slow_back = (eager[name]["GB/s"] * copy / eager_copy for name in (chain, f"{chain}, decode"))
+        rivals = [
+            _rival(compiled, name) for name, ours in RIVALS.items() if ours == chain and name in compiled
+        ]
+        lines.append(
+            f"| `{chain.replace('|', '&#124;')}` | {mine:.1f} | {mine / copy:.2f} | {said} | {back:.1f} "
+            f"| {slow:.2f}, {slow_back:.2f} | {'; '.join(rivals)} |"
+        )
+    return "\n".join(lines)
+
+
+def _rival(compiled: dict[str, dict[str, float]], name: str) -> str:
+    back = compiled.get(f"{name}, decode")
+    return f"{name} {compiled[name]['GB/s']:.2f}" + (f", decode {back['GB/s']:.2f}" if back else "")
+
+
+def sizes(elements: Sequence[int] = (5_000_000, 40_000_000), target: int = 1_300_000_000) -> dict[str, Any]:
+    """Bytes of a silo and round, up and down, at two sizes, and of `target` at the larger one's rate."""
+    up, down = get_encoding("topk(ratio=0.05) | int8"), get_encoding("int4(block=256)")
+    found = {}
+    for count in elements:
+        values = update(count)
+        found[count] = [sum(len(block) for block in way.encode(values, KEY)) for way in (up, down)]
+    last = elements[-1]
+    return {
+        "measured": found,
+        "target": target,
+        "up": found[last][0] / last * target,
+        "down": down.encoded_size(target),
+    }
+
+
+def sizes_table(found: dict[str, Any]) -> str:
+    """As lines of text."""
+    lines = [
+        f"{count / 1e6:g} M parameters: {up / 1e6:.2f} MB up, {down / 1e6:.2f} MB down"
+        for count, (up, down) in found["measured"].items()
+    ]
+    up, down = found["up"] / 1e6, found["down"] / 1e6
+    lines.append(
+        f"{found['target'] / 1e9:g} B: {up:.0f} MB up (at that rate), {down:.0f} down: {up + down:.0f} MB"
+    )
+    return "\n".join(lines)
+
+
+def accuracy_table(table: Sequence[dict[str, Any]]) -> str:
+    """As Markdown."""
+    lines = [
+        "| task | encoding | × smaller | accuracy | lost |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in sorted(table, key=lambda row: (row["course"], row["smaller"])):
+        lines.append(
+            f"| {row['course']} | {row['contestant'].replace('|', '&#124;')} | {row['smaller']:.1f} "
+            f"| {row['points']:.2f} | {row['lost']:+.2f} ± {row['error']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("speed", "accuracy", "draw", "sizes"))
+    parser.add_argument("--elements", type=int, default=25_000_000, help="speed: values of the vector")
+    parser.add_argument("--repeats", type=int, default=7, help="speed: how often each is measured")
+    parser.add_argument("--own", action="store_true", help="speed: leave peers out")
+    parser.add_argument("--eager", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--seeds", type=int, default=5, help="accuracy: seeds 1, 2, ...")
+    parser.add_argument(
+        "--mnist", type=Path, help="accuracy: MNIST as an .npz file; without it that task is left out"
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="accuracy: these tasks alone")
+    parser.add_argument(
+        "--runs", type=Path, default=RUNS, help="accuracy: finished runs, which are not made again"
+    )
+    parser.add_argument("--figures", type=Path, default=FIGURES, help="draw: the folder of the pictures")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    if options.what == "speed":
+        found = speed(options)
+        print(json.dumps(found) if options.json else speed_table(found))
+        return
+    if options.what == "sizes":
+        counted = sizes()
+        print(json.dumps(counted) if options.json else sizes_table(counted))
+        return
+    options.runs.parent.mkdir(parents=True, exist_ok=True)
+    if options.what == "draw":
+        rows = list(compression_accuracy.read(options.runs).values())
+        if not rows:
+            sys.exit(f"no finished runs in {options.runs}: run `accuracy` first, or name them with --runs")
+        for file in compression_accuracy.draw(rows, options.figures):
+            print(file)
+        return
+    rows = compression_accuracy.measure(options.runs, options.seeds, options.mnist, options.only)
+    table = compression_accuracy.costs(rows)
+    if options.json:
+        print(json.dumps(table))
+        return
+    print(accuracy_table(table), *compression_accuracy.verdicts(table), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
