@@ -68,7 +68,8 @@ class Table4(BlockCodec):
             levels = np.concatenate((levels, -levels))
         self.values = levels.astype(np.float32)
         of_code, every = torch.from_numpy(self.values), torch.arange(256)
-        self._low, self._high = of_code[every & 15], of_code[every >> 4]
+        self._low = of_code[every & 15]
+        self._high = of_code[every >> 4]
         self.peak = np.array([6.0 if self.magnitudes else 1.0], dtype=np.float32)
         gap = 1 / 6 if self.magnitudes else 0.152
         worst = min(self.unit**0.5 * gap * (1 + 2**-7), (1 - 0.9 / self.unit) ** 0.5)
