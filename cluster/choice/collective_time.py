@@ -8,6 +8,7 @@ payload times that factor over the time (nccl-tests, PERFORMANCE.md).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from roundtable.cluster.choice.machine_rates import MachineRates, bandwidth
 from roundtable.cluster.parallel.strategy import Mesh
@@ -28,16 +29,7 @@ class Wires:
 
     def _group(self, name: str) -> tuple[int, int]:
         """(ranks of a group along a dimension, how far apart neighbours are)."""
-        mesh = self.mesh
-        sizes = {"tp": mesh.tp, "fsdp": mesh.fsdp, "ep": mesh.ep, "dp": mesh.dp, "pp": mesh.pp}
-        strides = {
-            "tp": 1,
-            "fsdp": mesh.tp,
-            "ep": mesh.tp,
-            "dp": mesh.tp * mesh.fsdp,
-            "pp": mesh.tp * mesh.data,
-        }
-        return sizes[name], strides[name]
+        return _groups_of(self.mesh)[name]
 
     def spans(self, name: str) -> bool:
         """Whether a group along a dimension has ranks on several nodes."""
@@ -86,3 +78,14 @@ class Wires:
         if size == 1 or not payload:
             return 0.0
         return payload * (size - 1) / size / self.rate(name, payload / max(pieces, 1.0))
+
+
+@lru_cache(maxsize=4096)
+def _groups_of(mesh: Mesh) -> dict[str, tuple[int, int]]:
+    return {
+        "tp": (mesh.tp, 1),
+        "fsdp": (mesh.fsdp, mesh.tp),
+        "ep": (mesh.ep, mesh.tp),
+        "dp": (mesh.dp, mesh.tp * mesh.fsdp),
+        "pp": (mesh.pp, mesh.tp * mesh.data),
+    }

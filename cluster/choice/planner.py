@@ -17,11 +17,12 @@ from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.plan.candidates import candidates, check_by_hand
 from roundtable.cluster.plan.diloco_plan import diloco_table
 from roundtable.cluster.plan.links import Links, reduction_for
-from roundtable.cluster.plan.memory_estimate import Estimate, ModelProbe
+from roundtable.cluster.plan.memory_estimate import Estimate, ModelProbe, with_momentum
 from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.privacy_composition import is_example_level, narrowed
 from roundtable.cluster.plan.resources import Resources, format_bytes
 from roundtable.cluster.plan.step_composition import check_step
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, ResourceError
 
@@ -98,6 +99,7 @@ def make_plan(
     compose with what is set, ResourceError, with the bytes that are missing, where nothing fits.
     """
     check_step(job)
+    probe = with_momentum(probe, make_algorithm(job.algorithm).step().momentum)
     check_by_hand(resources, table)
     table, why_precision = settled(table, resources, job)
     private = is_example_level(job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -25,7 +25,8 @@ HEADROOM = 0.9
 class Found:
     """A candidate: `order` is its place from plain to elaborate, `least` bytes that it needs at any rate.
 
-    `estimate` is there when it was asked for, and when `tried` the same with a few blocks `listed`.
+    `estimate` is there when it was asked for, and when `tried` the same with a few blocks `listed`. `seconds`
+    are a step's.
     """
 
     order: float
@@ -36,13 +37,12 @@ class Found:
     tried: bool = False
     listed: Found | None = None
 
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.time.seconds
+    def __post_init__(self) -> None:
+        self.seconds = self.time.seconds
+        self.key = self.seconds, self.order
 
     def __lt__(self, other: Found) -> bool:
-        return (self.seconds, self.order) < (other.seconds, other.order)
+        return self.key < other.key
 
 
 @dataclass
@@ -64,6 +64,7 @@ class Search:
     def __post_init__(self) -> None:
         self.allowed = self.allowed or int(self.resources.memory * HEADROOM)
         self.sums = UnitSums(self.probe)
+        self._sorted: list[Found] = []
 
     def add(self, strategies: Iterable[Strategy]) -> None:
         """Takes candidates from plain to elaborate, each with its predicted time."""
@@ -72,6 +73,7 @@ class Search:
                 listed = fewest_blocks(self.probe, strategy, self.micro_batches(strategy), self._problem)
                 strategy = listed or strategy.with_checkpointing("every")
             self.seen.append(self._found(len(self.seen), strategy))
+        self._sorted = sorted(self.seen)
 
     def _found(self, order: float, strategy: Strategy) -> Found:
         time = step_time(self.probe, self.sums, strategy, self.batch, self.rates, self.resources)
@@ -83,18 +85,29 @@ class Search:
 
     def best_where(self, wanted: Callable[[Strategy], bool]) -> Found | None:
         """As `best`, of those that are wanted."""
-        waiting = [one for one in self.seen if one.least <= self.allowed and wanted(one.strategy)]
-        heapq.heapify(waiting)
         fitting: list[Found] = []
         limit = inf
-        while waiting and waiting[0].seconds <= limit * (1 + self.rates.near):
-            one = heapq.heappop(waiting)
+        for one in self._in_order(wanted):
+            if one.seconds > limit * (1 + self.rates.near):
+                break
             if not self.problem(one):
                 fitting.append(one)
                 limit = min(limit, one.seconds)
-            elif (listed := self._listed(one)) is not None and wanted(listed.strategy):
-                heapq.heappush(waiting, listed)
         return min(fitting, key=lambda one: (one.order, one.seconds), default=None)
+
+    def _in_order(self, wanted: Callable[[Strategy], bool]) -> Iterator[Found]:
+        """Yields candidates by time, those with a few blocks listed, which are slower, where they come."""
+        listed: list[Found] = []
+        for one in self._sorted:
+            if one.least > self.allowed or not wanted(one.strategy):
+                continue
+            while listed and listed[0] < one:
+                yield heapq.heappop(listed)
+            yield one
+            if self.problem(one) and (few := self._listed(one)) is not None and wanted(few.strategy):
+                heapq.heappush(listed, few)
+        while listed:
+            yield heapq.heappop(listed)
 
     def smallest_where(self, wanted: Callable[[Strategy], bool]) -> Found | None:
         """The one that needs least, of those that are wanted and, where any do not, do not fit by `least`."""

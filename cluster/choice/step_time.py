@@ -11,9 +11,9 @@ block's gather or the last one's reduction. Over gloo nothing overlaps.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from roundtable.cluster.choice.collective_time import Wires
 from roundtable.cluster.choice.gradient_time import GradientTraffic, optimizer_seconds
@@ -134,15 +134,28 @@ class _Stage:
         self._units = units
         self._examples = examples
         self._count = count
-        forward = sums.work(strategy, units, rest=last)
-        self.forward = self._seconds(forward)
-        self.computing = self.forward + self._seconds(sums.backward(forward))
-        self.recomputing = self._again()
-        self.tensor = self._tensor(last)
-        self.experts = self._experts()
+        self._last = last
+        mesh, sharded = strategy.mesh, strategy.data_parallel in ("zero2", "zero3")
+        # How the ranks with different examples share weights makes no difference to a micro-batch.
+        key: tuple[Any, ...] = (mesh.pp, mesh.tp, mesh.ep, mesh.data, strategy.virtual_stages)
+        key += (strategy.sequence_parallel, strategy.checkpointing, strategy.checkpoint_every)
+        key += (strategy.checkpoint_blocks, strategy.half is not None, sharded, strategy.micro_batch)
+        key += (examples, last)
+        found = sums.remembered(("micro", *key), (units, wires.rates, wires.resources), self._micro)
+        terms: tuple[float, float, float, float, float, float] = found
+        self.forward, self.computing, self.recomputing, self.tensor, self.experts, self.stages = terms
+
+    def _micro(self) -> tuple[float, float, float, float, float, float]:
+        """Seconds of one micro-batch: its forward pass, both, and the terms beside them."""
+        probe, sums, strategy = self._probe, self._sums, self._strategy
+        work = sums.work(strategy, self._units, rest=self._last)
+        forward = self._seconds(work)
+        computing = forward + self._seconds(sums.backward(work))
         passed = Pass(probe.anatomy, probe.trace, probe.tensor_parallel, strategy).passed()
         # There and back, for each of the rank's stages.
-        self.stages = 2 * strategy.virtual_stages * wires.send("pp", passed * examples / strategy.micro_batch)
+        sent = self._wires.send("pp", passed * self._examples / strategy.micro_batch)
+        stages = 2 * strategy.virtual_stages * sent
+        return forward, computing, self._again(), self._tensor(self._last), self._experts(), stages
 
     def micro(self) -> float:
         """Seconds of one micro-batch."""
@@ -183,11 +196,12 @@ class _Stage:
 
     def _again(self) -> float:
         """Seconds of what checkpointing computes again: whole blocks, or all in them but products."""
-        strategy, here = self._strategy, [b for b in self._probe.anatomy.blocks if b in set(self._units)]
+        strategy, here = self._strategy, self._sums.blocks(self._units)
         if strategy.checkpointing == "none" or not here:
             return 0.0
         chosen = here if strategy.checkpointing == "sqrt" else strategy.checkpointed(here)
-        work = self._sums.work(strategy, chosen, rest=False)
+        every = len(chosen) == len(here)
+        work = self._sums.work(strategy, here if every else chosen, rest=False, lasting=every)
         if strategy.checkpointing == "selective":
             work = PassWork(0.0, work.moved, 0.0, work.calls)
         return self._seconds(work)
@@ -201,12 +215,9 @@ class _Stage:
         if strategy.mesh.tp == 1:
             return 0.0
         item = (2 if strategy.half is not None else 4) * self._examples / self._probe.trace.examples
-        here = [block for block in self._probe.anatomy.blocks if block in self._units]
-        again = set(here if strategy.checkpointing == "sqrt" else strategy.checkpointed(here))
-        calls: Counter[tuple[str, int, bool]] = Counter()
-        for unit in [*self._units, None] if last else self._units:
-            for (style, elements), number in self._sums.split_outputs.get(unit, {}).items():
-                calls[style, elements, unit in again] += number
+        here = self._sums.blocks(self._units)
+        again = here if strategy.checkpointing == "sqrt" else strategy.checkpointed(here)
+        calls = self._sums.split_calls(self._units, again, rest=last)
         seconds = 0.0
         for (style, elements, repeated), number in calls.items():
             if style == "head":

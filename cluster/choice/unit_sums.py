@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.activations import Pass
@@ -46,7 +47,8 @@ class UnitSums:
 
     def __init__(self, probe: ModelProbe) -> None:
         self._probe = probe
-        self._work: dict[tuple[int, bool], dict[str | None, PassWork]] = {}
+        self._work: dict[tuple[int, bool, bool], dict[str | None, PassWork]] = {}
+        self._known: dict[tuple[Any, ...], Any] = {}
         self._weights: dict[tuple[int, int, int], dict[str | None, Weights]] = {}
         whole = sum(probe.work.forward.values(), PassWork())
         back = probe.work.backward
@@ -57,14 +59,40 @@ class UnitSums:
             back.calls / whole.calls if whole.calls else 2.0,
         )
 
-    def work(self, strategy: Strategy, units: Iterable[str], *, rest: bool) -> PassWork:
-        """A rank's part of the units' forward pass, with `rest` what lies in none too."""
-        key = strategy.mesh.tp, strategy.sequence_parallel
+    def work(self, strategy: Strategy, units: Sequence[str], *, rest: bool, lasting: bool = True) -> PassWork:
+        """A rank's part of the units' forward pass, with `rest` what lies in none too.
+
+        `lasting`: the list is one that comes again.
+        """
+        key = strategy.mesh.tp, strategy.mesh.ep > 1, strategy.sequence_parallel
         if key not in self._work:
             self._work[key] = self._divided(strategy)
         table = self._work[key]
-        names: list[str | None] = [*units, None] if rest else list(units)
-        return sum((table[name] for name in names if name in table), PassWork())
+
+        def total() -> PassWork:
+            names: list[str | None] = [*units, None] if rest else list(units)
+            return sum((table[name] for name in names if name in table), PassWork())
+
+        found: PassWork = self.remembered(("work", *key, rest), (units,), total) if lasting else total()
+        return found
+
+    def remembered(self, key: tuple[Any, ...], of: tuple[object, ...], made: Callable[[], Any]) -> Any:
+        """What `made` makes of these objects, once: lists of units are the same ones again and again."""
+        full = (*key, *map(id, of))
+        if full not in self._known:
+            # Holds the objects, so that no others get their identities.
+            self._known[full] = of, made()
+        return self._known[full][1]
+
+    def blocks(self, units: Sequence[str]) -> list[str]:
+        """The model's blocks among these units."""
+
+        def among() -> list[str]:
+            there = set(units)
+            return [block for block in self._probe.anatomy.blocks if block in there]
+
+        found: list[str] = self.remembered(("blocks",), (units,), among)
+        return found
 
     def backward(self, forward: PassWork) -> PassWork:
         """The backward pass of what has this forward pass: in the proportion of the whole model's."""
@@ -82,9 +110,12 @@ class UnitSums:
         table: dict[str | None, PassWork] = {}
         for name, work in probe.work.forward.items():
             split = tp > 1 and name in styles
-            share = tp if split or (tp > 1 and name in around) else one.divisor(name)
+            share = float(tp if split or (tp > 1 and name in around) else one.divisor(name))
             weights = tp if split else 1
             unit = self._probe.anatomy.unit_of(name)
+            if strategy.mesh.ep > 1:
+                # The step waits for the rank whose experts have most tokens.
+                share /= probe.crowding.get(name, 1.0)
             mine = PassWork(work.flops / share, work.moved / share, work.weights / weights, work.calls)
             table[unit] = table.get(unit, PassWork()) + mine
         return table
@@ -94,9 +125,14 @@ class UnitSums:
         key = strategy.mesh.tp, strategy.mesh.ep, strategy.travel.rank
         if key not in self._weights:
             self._weights[key] = self._split(strategy)
-        table = self._weights[key]
-        names = table if strategy.mesh.pp == 1 else [name for name in units if name in table]
-        return sum((table[name] for name in names), Weights())
+        table, whole = self._weights[key], strategy.mesh.pp == 1
+
+        def total() -> Weights:
+            names = table if whole else [name for name in units if name in table]
+            return sum((table[name] for name in names), Weights())
+
+        found: Weights = self.remembered(("weights", *key, whole), (units,), total)
+        return found
 
     def _split(self, strategy: Strategy) -> dict[str | None, Weights]:
         return {
@@ -117,12 +153,37 @@ class UnitSums:
                 found[probe.anatomy.unit_of(call.name)][str(style), prod(shape) if shape else 0] += 1
         return found
 
+    def split_calls(
+        self, units: Sequence[str], again: Sequence[str], *, rest: bool
+    ) -> Counter[tuple[str, int, bool]]:
+        """How many calls of these units, with `rest` of what lies in none too, are summed or gathered.
+
+        By (style, elements, whether it is in a unit that is computed `again`).
+        """
+
+        def total() -> Counter[tuple[str, int, bool]]:
+            repeated, calls = set(again), Counter[tuple[str, int, bool]]()
+            for unit in [*units, None] if rest else units:
+                for (style, elements), number in self.split_outputs.get(unit, {}).items():
+                    calls[style, elements, unit in repeated] += number
+            return calls
+
+        # None, all, or some of the blocks: of these there are too many to be remembered.
+        blocks = self.blocks(units)
+        if again and len(again) < len(blocks):
+            return total()
+        found: Counter[tuple[str, int, bool]] = self.remembered(("calls", bool(again), rest), (units,), total)
+        return found
+
     @cached_property
     def expert_inputs(self) -> list[tuple[str | None, int]]:
-        """(unit, elements) of each call of experts that are shared out."""
+        """(unit, elements) of each call of experts that are shared out, for the rank that gets most."""
         calls = (call for call in self._probe.trace.calls if call.name in self._probe.experts)
         return [
-            (self._probe.anatomy.unit_of(c.name), prod(c.inputs[0]))
+            (
+                self._probe.anatomy.unit_of(c.name),
+                int(prod(c.inputs[0]) * self._probe.crowding.get(c.name, 1.0)),
+            )
             for c in calls
             if c.inputs and c.inputs[0]
         ]

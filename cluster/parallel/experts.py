@@ -131,6 +131,13 @@ class MixtureOfExperts(nn.Module):
         """Whether what becomes of a token depends on those of its example before it."""
         return self.dynamic or self.capacity_factor is not None
 
+    @property
+    def crowding(self) -> float:
+        """How many times its share of an example's choices an expert may get; 1 where nothing bounds it."""
+        if self.capacity_factor is not None:
+            return max(1.0, self.capacity_factor)
+        return CROWDED if self.dynamic else 1.0
+
     @override
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] → the same shape; [examples, tokens, dim] with a capacity or a dynamic router."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,9 +83,9 @@ class Trace:
     unused: tuple[str, ...] = ()
     arguments: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def whole_calls(self) -> int:
-        """How often the loss calls the model, rather than parts of it."""
+        """How often the loss calls the model, rather than parts of it; once the pass is over."""
         return sum(call.name == "" for call in self.calls)
 
 
@@ -199,6 +200,10 @@ def reached_from(loss: Tensor) -> set[int]:
             found.add(id(node.variable))
         waiting += [following for following, _ in node.next_functions]
     return found
+
+
+def unheard(how_far: str) -> None:
+    """For who does not say how far it is."""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ end in a module of their own). What was split is left out further up.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,12 +42,14 @@ class SplitFinder:
     `whole` says what stays unsplit, and why.
     """
 
-    def __init__(self, model: nn.Module, traced: Trace) -> None:
+    def __init__(self, model: nn.Module, traced: Trace, told: Callable[[str], None]) -> None:
+        """`told` hears what is tried."""
         self.splits: dict[str, LayerSplit] = {}
         self.attentions: list[str] = []
         self.whole: list[str] = []
         self._model = model
         self._traced = traced
+        self._told = told
         self._order = {call.name: place for place, call in reversed(list(enumerate(traced.calls)))}
         self._known: dict[Any, LayerSplit | str] = {}
 
@@ -98,6 +100,7 @@ class SplitFinder:
         given = [tuple(leaf.shape) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         key = (type(module), tuple(shapes), tuple(given), tuple(layers))
         if key not in self._known:
+            self._told(f"trying how {name} ({kind}) can be split")
             self._known[key] = _tried(module, tuple(readers), last, arguments)
         found = self._known[key]
         return f"{kind}: {found}" if isinstance(found, str) else found

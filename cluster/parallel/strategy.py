@@ -221,7 +221,8 @@ class Strategy:
         if self.checkpointing not in ("every", "selective"):
             return []
         if self.checkpoint_blocks:
-            return [block for block in blocks if block in self.checkpoint_blocks]
+            listed = set(self.checkpoint_blocks)
+            return [block for block in blocks if block in listed]
         return list(blocks[:: self.checkpoint_every])
 
     def with_checkpointing(self, kind: Checkpointing) -> Strategy:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from roundtable.cluster.parallel.anatomy import Anatomy, repeated_blocks
 from roundtable.cluster.parallel.experts import MixtureOfExperts
-from roundtable.cluster.parallel.forward_trace import Trace
+from roundtable.cluster.parallel.forward_trace import Trace, unheard
 from roundtable.cluster.parallel.packed_layers import inputs_of_layer, is_dense, outputs_of
 from roundtable.cluster.parallel.split_finder import SplitFinder, is_heads, is_norm
 from roundtable.core.errors import TaskError
@@ -107,10 +107,15 @@ class TensorParallel:
         return ""
 
 
-def find_tensor_parallel(model: nn.Module, anatomy: Anatomy, traced: Trace) -> TensorParallel:
-    """Finds the splits of a model, real or fake, in its blocks and one traced pass."""
+def find_tensor_parallel(
+    model: nn.Module, anatomy: Anatomy, traced: Trace, told: Callable[[str], None] = unheard
+) -> TensorParallel:
+    """Finds the splits of a model, real or fake, in its blocks and one traced pass.
+
+    `told` hears what is tried.
+    """
     order = [call.name for call in traced.calls]
-    finder = SplitFinder(model, traced)
+    finder = SplitFinder(model, traced, told)
     for block in repeated_blocks(model):
         finder.search(block)
     styles: dict[str, Style] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -56,6 +56,7 @@ class Pass:
     tensor_parallel: TensorParallel
     strategy: Strategy
     known: dict[Any, Any] = field(default_factory=dict)
+    crowding: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
@@ -64,12 +65,16 @@ class Pass:
 
     def sums(self) -> dict[str | None, KeptSums]:
         """What each unit keeps on a rank of one traced batch; under None what lies in no unit."""
-        key = id(self.trace), self.strategy.mesh.tp, self.strategy.sequence_parallel
+        mesh = self.strategy.mesh
+        key = id(self.trace), mesh.tp, mesh.ep > 1, self.strategy.sequence_parallel
         if key not in self.known:
             table: dict[str | None, KeptSums] = {}
             for kept in self.trace.kept:
                 sums = table.setdefault(self.anatomy.unit_of(kept.name), KeptSums())
                 size = kept.bytes / self.divisor(kept.name, weight=kept.weight)
+                if mesh.ep > 1 and not kept.weight:
+                    # A rank with few experts may get more than its share of the tokens.
+                    size *= self.crowding.get(kept.name, 1.0)
                 if kept.weight:
                     sums.weights += size
                 else:
@@ -118,15 +123,17 @@ class Pass:
 def activations(one: Pass, units: Sequence[str], rank: int, count: int) -> Activations:
     """The activations of pipeline rank `rank`, which holds `units`; `count` micro-batches make a step."""
     strategy, anatomy = one.strategy, one.anatomy
-    here = [block for block in anatomy.blocks if strategy.mesh.pp == 1 or block in units]
+    among = set(units)
+    here = [block for block in anatomy.blocks if strategy.mesh.pp == 1 or block in among]
     last = rank == strategy.mesh.pp - 1
     sums, inside = one.sums(), set(here)
     names: Iterable[str | None] = [*units, None] if last else units
     mine = {name: sums[name] for name in (sums if strategy.mesh.pp == 1 else names) if name in sums}
-    whole = {block: mine[block].kept * one.scale if block in mine else 0.0 for block in here}
-    products = {block: mine[block].products * one.scale if block in mine else 0.0 for block in here}
-    rest = sum(each.kept for name, each in mine.items() if name not in inside) * one.scale
-    outside = (each.largest * one.scale for name, each in mine.items() if name not in inside)
+    scale = one.scale
+    whole = {block: mine[block].kept * scale if block in mine else 0.0 for block in here}
+    products = {block: mine[block].products * scale if block in mine else 0.0 for block in here}
+    rest = sum(each.kept for name, each in mine.items() if name not in inside) * scale
+    outside = (each.largest * scale for name, each in mine.items() if name not in inside)
     by_block, again = _checkpointed(one, here, whole, products)
     under_way = _under_way(strategy, rank, count)
     # Gradients of the logits and of their logarithms.
@@ -169,7 +176,8 @@ def _under_way(strategy: Strategy, rank: int, count: int) -> float:
     if stages == 1:
         return 1.0
     count = max(count, stages)
-    if strategy.schedule == "gpipe":
+    if strategy.schedule in ("gpipe", "looped_bfs"):
+        # All forward passes before any backward one (Lamy-Poirier 2023: breadth first).
         return count
     if strategy.schedule == "1f1b":
         return min(stages - rank, count)

@@ -7,7 +7,7 @@ what autograd keeps in a traced pass, scaled by the micro-batch and divided wher
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from roundtable.cluster.parallel.anatomy import Anatomy, Weight
@@ -55,7 +55,9 @@ class ModelProbe:
     be split, cut into stages, or its blocks checkpointed in runs. In bfloat16 `trace` is under autocast, and
     `half` the pass of a model in bfloat16 itself, as gathered shards are. `gloo`: collectives are gloo's,
     which work on copies. `work` is of one example, `optimizer` of a step for each byte of gradients, and each
-    parameter. `known` has sums that were asked for before.
+    parameter; `own_optimizer`: the task makes it, not the job. `streamed`: the training data are a stream.
+    `crowding` is how many times its share of the tokens an expert may get, by its layer's name. `known` has
+    sums that were asked for before.
     """
 
     anatomy: Anatomy
@@ -71,12 +73,22 @@ class ModelProbe:
     gloo: bool = False
     work: ExampleCost = field(default_factory=lambda: ExampleCost(0.0, 0, "counted"))
     optimizer: PassWork = field(default_factory=PassWork)
+    own_optimizer: bool = True
+    streamed: bool = False
+    crowding: dict[str, float] = field(default_factory=dict)
     known: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property
     def flops(self) -> float:
         """Operations of one example, forward and backward."""
         return self.work.flops
+
+
+def with_momentum(probe: ModelProbe, momentum: float) -> ModelProbe:
+    """The probe under the job's own SGD, whose momentum is read and written beside weights and gradients."""
+    if probe.own_optimizer or not momentum:
+        return probe
+    return replace(probe, state_factor=1.0, optimizer=PassWork(moved=5.0, calls=1.0))
 
 
 @dataclass(frozen=True)
@@ -175,8 +187,12 @@ def estimate_rank(
 ) -> Estimate:
     """Memory of one pipeline rank, which holds `units`."""
     anatomy, mesh, by_unit = probe.anatomy, strategy.mesh, parts_of(probe, strategy)
-    names: Iterable[str | None] = by_unit if mesh.pp == 1 else (unit for unit in units if unit in by_unit)
-    here = [part for name in names for part in by_unit[name]]
+    key = mesh.pp, strategy.virtual_stages, mesh.tp, mesh.ep, rank
+    if ("here", *key) not in probe.known:
+        names: Iterable[str | None] = by_unit if mesh.pp == 1 else (unit for unit in units if unit in by_unit)
+        of_rank = [part for name in names for part in by_unit[name]]
+        probe.known["here", *key] = of_rank, _after(probe, of_rank)
+    here, after = probe.known["here", *key]
     shards = mesh.fsdp if strategy.data_parallel in ("zero2", "zero3") else 1
     sums = _sums(probe, strategy, here, rank)
     own = shards / mesh.ep if shards > 1 else shards
@@ -195,11 +211,9 @@ def estimate_rank(
     temporaries = gradients * probe.optimizer_temporaries / share
     half = strategy.half is not None and shards_weights(strategy)
     traced = probe.half if half and probe.half is not None else probe.trace
-    run = activations(
-        Pass(anatomy, traced, probe.tensor_parallel, strategy, probe.known), units, rank, accumulated
-    )
+    run = _run(probe, traced, strategy, accumulated, units, rank)
     groups = _groups(probe, strategy, here)
-    buffers = buffers_of(strategy, groups, _after(probe, here), shards, probe.gloo)
+    buffers = buffers_of(strategy, groups, after, shards, probe.gloo)
     fixed = held + anatomy.buffer_bytes + optimizer
     # A float64 copy of one gradient for its norm, or what an optimizer makes of one while it takes a step.
     passing = 8 * max(sums.largest_dense / shards, sums.largest_expert / own)
@@ -220,6 +234,22 @@ def estimate_rank(
         peak=int(peak),
         host=int(host),
     )
+
+
+def _run(
+    probe: ModelProbe, traced: Trace, strategy: Strategy, accumulated: int, units: Sequence[str], rank: int
+) -> Activations:
+    """The activations of a rank, which are the same however ranks share out the weights."""
+    mesh = strategy.mesh
+    key: tuple[Any, ...] = ("run", id(traced), mesh.pp, mesh.tp, mesh.ep > 1, strategy.virtual_stages, rank)
+    key += (strategy.sequence_parallel, strategy.micro_batch, strategy.checkpointing)
+    key += (strategy.checkpoint_every, strategy.checkpoint_blocks, strategy.half, shards_weights(strategy))
+    key += (strategy.schedule, accumulated) if mesh.pp > 1 else ()
+    if key not in probe.known:
+        one = Pass(probe.anatomy, traced, probe.tensor_parallel, strategy, probe.known, probe.crowding)
+        probe.known[key] = activations(one, units, rank, accumulated)
+    found: Activations = probe.known[key]
+    return found
 
 
 def _peak(

@@ -17,8 +17,8 @@ from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
-from roundtable.cluster.parallel.experts import Experts
-from roundtable.cluster.parallel.forward_trace import NotTraceable, Trace, fake_model, quietly, trace
+from roundtable.cluster.parallel.experts import Experts, MixtureOfExperts
+from roundtable.cluster.parallel.forward_trace import NotTraceable, Trace, fake_model, quietly, trace, unheard
 from roundtable.cluster.parallel.meta_init import model_on_meta
 from roundtable.cluster.parallel.packed_layers import inputs_of_layer, outputs_of, take_inputs, take_outputs
 from roundtable.cluster.parallel.pipeline_stages import (
@@ -46,14 +46,23 @@ NOT_STREAMED = (
 _VALUES = "the model or its loss cannot run on tensors without values, so no part of it could be tried"
 
 
-def probe_model(task: Task, data: Any, *, device: str = "cuda", bfloat16: bool = False) -> ModelProbe:
+def probe_model(
+    task: Task,
+    data: Any,
+    *,
+    device: str = "cuda",
+    bfloat16: bool = False,
+    told: Callable[[str], None] = unheard,
+) -> ModelProbe:
     """Traces the task on the first training examples, on fake tensors where it can run on them, else on real.
 
-    `data` are the training data: streamed ones say by their kind what no plan may do with them.
+    `data` are the training data: streamed ones say by their kind what no plan may do with them. `told` hears
+    how far it is: large models take a minute.
     Raises TaskError with what the task raises, and NotTraceable where it needs values of a model that is too
     large for this machine's memory.
     """
     batch = example_batch(data)
+    told("tracing the model on the first examples")
     try:
         mode, model, traced = _traced(task, batch, bfloat16)
     except RoundtableError:
@@ -61,8 +70,13 @@ def probe_model(task: Task, data: Any, *, device: str = "cuda", bfloat16: bool =
     except Exception as error:
         raise TaskError(_said(task, error)) from error
     anatomy = dissect(model)
-    plan = from_task(task, model, traced) or find_tensor_parallel(model, anatomy, traced)
-    factor, work = optimizer_cost(task)
+    plan = from_task(task, model, traced) or find_tensor_parallel(model, anatomy, traced, told)
+    factor, work, own = optimizer_cost(task)
+
+    def tried(degree: int) -> str:
+        told(f"running one rank's part under tp = {degree}")
+        return cannot_split(task, plan, batch, degree, anatomy, traced)
+
     return ModelProbe(
         anatomy=anatomy,
         trace=traced,
@@ -71,16 +85,20 @@ def probe_model(task: Task, data: Any, *, device: str = "cuda", bfloat16: bool =
         # Multi-tensor kernels, which torch takes on GPUs, work on a copy of all at once.
         optimizer_temporaries=1.0 if factor and device == "cuda" else 0.0,
         experts=tuple(name for name, module in model.named_modules() if isinstance(module, Experts)),
-        cannot_split={
-            degree: _VALUES if mode is None else cannot_split(task, plan, batch, degree, anatomy, traced)
-            for degree in _DEGREES
-        },
+        cannot_split={degree: _VALUES if mode is None else tried(degree) for degree in _DEGREES},
         cannot_pipeline=_no_pipeline(task, anatomy, data, batch, real=mode is None),
         cannot_run=cannot_run(task, anatomy, batch) if mode is not None else _VALUES,
         half=in_half(task, batch) if bfloat16 and mode is not None else None,
         gloo=device == "cpu",
         work=count_work(task, batch),
         optimizer=work,
+        streamed=count_examples(data) is None,
+        own_optimizer=own,
+        crowding={
+            f"{name}.experts": module.crowding
+            for name, module in model.named_modules()
+            if isinstance(module, MixtureOfExperts)
+        },
     )
 
 
@@ -143,8 +161,8 @@ def example_batch(data: Any, examples: int = 3) -> Any:
     return next(iter(ordered_batches(data, examples))).data
 
 
-def optimizer_cost(task: Task) -> tuple[float, PassWork]:
-    """(bytes of state for each byte of parameters, work), found on a small parameter.
+def optimizer_cost(task: Task) -> tuple[float, PassWork, bool]:
+    """(bytes of state for each byte of parameters, work, is it the task's own), found on a small parameter.
 
     The work is the bytes that a step moves for each byte of gradients, and its calls for each parameter.
     Plain SGD, which is the default, reads the gradient and reads and writes the parameter.
@@ -153,7 +171,7 @@ def optimizer_cost(task: Task) -> tuple[float, PassWork]:
     parameter = nn.Parameter(torch.zeros(4096))
     optimizer = make([parameter]) if make is not None else None
     if optimizer is None:
-        return 0.0, PassWork(moved=3.0, calls=1.0)
+        return 0.0, PassWork(moved=3.0, calls=1.0), False
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     states = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
@@ -162,9 +180,8 @@ def optimizer_cost(task: Task) -> tuple[float, PassWork]:
         optimizer.step()
     work = sum(recorder.found(1)[0].values(), PassWork())
     size = parameter.nbytes
-    return sum(value.nbytes for value in states if value.numel() > 1) / size, PassWork(
-        moved=work.moved / size, calls=work.calls
-    )
+    factor = sum(value.nbytes for value in states if value.numel() > 1) / size
+    return factor, PassWork(moved=work.moved / size, calls=work.calls), True
 
 
 def cannot_split(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.training.local_training import split_data
 from roundtable.cluster.choice.planner import ClusterPlan, make_plan
+from roundtable.cluster.parallel.forward_trace import unheard
 from roundtable.cluster.plan.device_peaks import known_names, published
 from roundtable.cluster.plan.links import Links, read_links
 from roundtable.cluster.plan.model_probe import probe_model
@@ -34,10 +35,12 @@ def plan_job(
     memory: str | None = None,
     reference: str | None = None,
     other: Mapping[str, Any] | None = None,
+    told: Callable[[str], None] = unheard,
 ) -> ClusterPlan:
     """The plan for a job file; `agent` is the silo's agent.toml, which may be absent.
 
-    `other` has values of Resources for other hardware than this: `gpu_name`, `host_memory` in bytes.
+    `other` has values of Resources for other hardware than this: `gpu_name`, `host_memory` in bytes. `told`
+    hears how far it is.
     Raises ConfigError, ResourceError or PrivacyError as `make_plan` does.
     """
     loaded = load_silo_job(agent, job_file, overrides, reference)
@@ -46,7 +49,7 @@ def plan_job(
         # The measured links are those of the silo's own devices.
         links = read_links(loaded.state / "cluster")
     resources = replace(resources_of(loaded.table, world, memory, loaded.policy), **(other or {}))
-    return plan_task(loaded.task, loaded.job, loaded.table, resources, loaded.options, links)
+    return plan_task(loaded.task, loaded.job, loaded.table, resources, loaded.options, links, told)
 
 
 def other_hardware(gpu: str | None, host_memory: str | None) -> dict[str, Any]:
@@ -87,8 +90,10 @@ def plan_task(
     resources: Resources,
     options: Mapping[str, Any],
     links: Links | None = None,
+    told: Callable[[str], None] = unheard,
 ) -> ClusterPlan:
-    """The plan for a task with the silo's data and the measured links."""
+    """The plan for a task with the silo's data and the measured links; `told` hears how far it is."""
+    told("reading the data")
     data, _ = split_data(task, Site("plan", options=options))
     if table.elastic == "replica":
         # Each replica plans for its own devices, and for the whole batch: it may be the only one left.
@@ -97,5 +102,6 @@ def plan_task(
     if table.elastic == "replica":
         check_replicas(task, job, data, precision)
     half = precision in ("bfloat16", "float16")
-    probe = probe_model(task, data, device=resources.device, bfloat16=half)
+    probe = probe_model(task, data, device=resources.device, bfloat16=half, told=told)
+    told("comparing plans")
     return replace(make_plan(probe, resources, job, table, links), links=links)

@@ -16,11 +16,12 @@ from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.text_collectives import broadcast_text
 from roundtable.cluster.plan.links import Links
-from roundtable.cluster.plan.memory_estimate import ModelProbe, estimate
+from roundtable.cluster.plan.memory_estimate import ModelProbe, estimate, with_momentum
 from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.orders import Advice
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ResourceError
 from roundtable.core.task import Task
@@ -64,7 +65,8 @@ def lightened(
             strategy = strategy.halved()
             continue
         accumulated = -(-job.algorithm.batch_size // strategy.mesh.data)
-        needed = min(plan.estimate.peak, estimate(probe, strategy, accumulated).peak)
+        found = with_momentum(probe, make_algorithm(job.algorithm).step().momentum)
+        needed = min(plan.estimate.peak, estimate(found, strategy, accumulated).peak)
         less = replace(resources, memory=int((needed - 1) / HEADROOM))
         try:
             plan = make_plan(probe, less, job, table, links)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,14 @@ from ranks import run_ranks
 from torch import nn
 
 from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.choice.machine_rates import rates_of
 from roundtable.cluster.choice.planner import make_plan
+from roundtable.cluster.choice.step_time import step_time
+from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.experts import MixtureOfExperts
 from roundtable.cluster.parallel.routing import places_at, spread
+from roundtable.cluster.parallel.strategy import Mesh, Strategy
+from roundtable.cluster.plan.memory_estimate import estimate
 from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
@@ -130,6 +137,27 @@ def test_rules_that_do_not_go_together_are_refused() -> None:
             MixtureOfExperts(4, 8, 4, **options)
     with pytest.raises(TaskError, match=r"\[8, 4\]"):
         MixtureOfExperts(4, 8, 4, dynamic=True)(torch.rand(8, 4))
+
+
+def test_a_plan_counts_on_the_tokens_that_a_capacity_lets_in() -> None:
+    resources = Resources(1, 4, 1 << 40, "cpu")
+    rates = rates_of(resources, "float32")
+    strategy = Strategy(Mesh(fsdp=4, ep=2), "zero3", micro_batch=2)
+    found = []
+    for factor in (1.0, 2.0):
+        task = Language(block=partial(Limited, capacity_factor=factor))
+        probe = probe_model(task, task.data(Site("silo"))[0], device="cpu")
+        assert set(probe.crowding.values()) == {factor}
+        sums = UnitSums(probe)
+        time = step_time(probe, sums, strategy, 8, rates, resources)
+        whole = step_time(probe, sums, replace(strategy, mesh=Mesh(fsdp=4)), 8, rates, resources)
+        sent, kept = sum(size for _, size in sums.expert_inputs), estimate(probe, strategy, 1).activations
+        found.append((sent, time.computing, kept, whole.computing))
+    (sent, computed, held, alone), (twice, longer, more, same) = found
+    assert twice == 2 * sent
+    assert longer > computed
+    assert more > held
+    assert same == pytest.approx(alone, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", [Limited, Mixture])

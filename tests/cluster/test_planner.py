@@ -139,6 +139,21 @@ def test_without_figures_the_plainest_that_fits_and_is_not_much_slower_is_taken(
     assert "fits" in plan.reasons[-1]
 
 
+def test_the_momentum_of_the_job_s_own_sgd_is_in_the_plan() -> None:
+    def planned_with(found: Any, momentum: float) -> Any:
+        algorithm = {"batch_size": 8, "momentum": momentum}
+        job = JobConfig.model_validate({"task": "t", "algorithm": algorithm})
+        return make_plan(found, Resources(1, 1, 1 << 30, "cpu"), job, ClusterTable())
+
+    found = looked_over(Language())
+    plain, moved = planned_with(found, 0.0), planned_with(found, 0.9)
+    assert (plain.estimate.optimizer, moved.estimate.optimizer) == (0, plain.estimate.gradients)
+    assert moved.estimate.peak - plain.estimate.peak == plain.estimate.gradients
+    assert moved.time.optimizer > plain.time.optimizer
+    # A task's own optimizer is as the task makes it.
+    assert planned_with(SMALL, 0.9).estimate == planned_with(SMALL, 0.0).estimate
+
+
 def test_streamed_data_go_through_no_pipeline() -> None:
     def stages(found: Any, **hand: Any) -> tuple[set[int], str]:
         plan = planned(4, "2GiB", found=found, **hand)

@@ -46,6 +46,7 @@ TWO: dict[str, Case] = {
     "gpipe": ("deep", plan("none", 2, pp=2, schedule="gpipe"), 4),
     "1f1b": ("deep", plan("none", 2, pp=2), 4),
     "interleaved": ("deep", plan("none", 2, pp=2, schedule="interleaved", virtual_stages=2), 4),
+    "looped bfs": ("deep", plan("none", 2, pp=2, schedule="looped_bfs", virtual_stages=2), 4),
     "1f1b bfloat16": ("deep", plan("none", 2, pp=2, **HALF), 4),
     "experts": ("experts", two("ddp"), 1),
     "ep": ("experts", two("zero3", ep=2), 1),
@@ -98,7 +99,7 @@ def check(found: dict[str, float]) -> None:
 
 
 def test_a_few_strategies_need_what_is_estimated() -> None:
-    check(ratios(2, {name: TWO[name] for name in ("ddp", "zero3 bfloat16", "1f1b")}))
+    check(ratios(2, {name: TWO[name] for name in ("ddp", "ddp sign", "zero3 bfloat16", "1f1b")}))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from roundtable.cli.shared.options import json_option, set_option
-from roundtable.cli.shared.output import print_json, print_table, say, say_lines
+from roundtable.cli.shared.output import print_json, print_table, say, say_lines, working
 from roundtable.core.bounds import is_word
 from roundtable.core.errors import ConfigError
 
@@ -51,7 +51,8 @@ def plan(
     from roundtable.cluster.tools.planning import other_hardware, plan_job
 
     other = other_hardware(gpu, host_memory)
-    planned = plan_job(context.obj, job_file, overrides, world, memory, reference, other)
+    with working("planning") as told:
+        planned = plan_job(context.obj, job_file, overrides, world, memory, reference, other, told)
     if as_json:
         print_json(planned.to_plain())
         return
