@@ -154,6 +154,11 @@ class ClusterTable(Table):
         description="up to two more places, by path or address, that get a copy of each checkpoint; "
         "removed with the job",
     )
+    shares: Literal["equal", "measured"] = Field(
+        "equal",
+        description="of a batch that ranks get; measured: by each one's speed in the round before, with ddp "
+        "and zero1",
+    )
     keep: int = Field(2, ge=1, description="checkpoints of a job that are kept")
     strategy: StrategyTable = Field(default_factory=StrategyTable)
 
@@ -161,6 +166,23 @@ class ClusterTable(Table):
     def keeps_checkpoints(self) -> bool:
         """Whether any are made within rounds."""
         return bool(self.checkpoint_steps or self.checkpoint_minutes)
+
+    @model_validator(mode="after")
+    def _shared(self) -> ClusterTable:
+        if self.shares == "equal":
+            return self
+        for key, plain in (("data_parallel", (None, "none", "ddp", "zero1")), ("local_steps", (None, 0))):
+            if (value := getattr(self.strategy, key)) not in plain:
+                raise ValueError(
+                    f'shares = "measured" and {key} = {value!r}: only the ranks of ddp and zero1 run as many '
+                    "micro-batches as each has examples for; leave one of the two out"
+                )
+        if self.elastic == "replica":
+            raise ValueError(
+                'shares = "measured" and elastic = "replica": replicas that come and go share equally; leave '
+                "one of the two out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _started(self) -> ClusterTable:

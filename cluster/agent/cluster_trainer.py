@@ -227,7 +227,9 @@ class ClusterTrainer:
         self, reader: asyncio.StreamReader, number: int, progress: ProgressListener
     ) -> dict[str, Any]:
         # A collective that hangs ends within the timeout; silence for twice that is a hang of another kind.
-        patience = 2 * self._table.timeout + _STOP_SECONDS
+        steady = 2 * self._table.timeout + _STOP_SECONDS
+        # Before the first word the ranks trace the model, plan and load, which has no steps to tell of.
+        patience = max(steady, _START_SECONDS)
         while True:
             try:
                 line = await asyncio.wait_for(reader.readline(), patience)
@@ -237,6 +239,7 @@ class ClusterTrainer:
                 raise RanksLost("rank 0 is gone") from error
             if not line:
                 raise RanksLost("rank 0 is gone")
+            patience = steady
             message: dict[str, Any] = json.loads(line)
             if "step" in message:
                 self._note(message["step"], progress)

@@ -14,7 +14,7 @@ from roundtable.cluster.choice.search import HEADROOM, Found, Search
 from roundtable.cluster.choice.step_time import StepTime, format_seconds
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
-from roundtable.cluster.plan.candidates import candidates, check_by_hand
+from roundtable.cluster.plan.candidates import candidates, check_by_hand, check_shares
 from roundtable.cluster.plan.diloco_plan import diloco_table
 from roundtable.cluster.plan.links import Links, reduction_for
 from roundtable.cluster.plan.memory_estimate import Estimate, ModelProbe, with_momentum
@@ -103,6 +103,7 @@ def make_plan(
     check_by_hand(resources, table)
     table, why_precision = settled(table, resources, job)
     private = is_example_level(job)
+    check_shares(probe, table, private=private)
     table = narrowed(job, resources, table)
     reduction, why_reduction = reduction_for(None if private else links)
     apart, why_apart = diloco_table(probe, resources, job, table, links)
@@ -111,6 +112,7 @@ def make_plan(
     assert table.precision != "auto", "settled before"
     rates = rates_of(resources, table.precision, links, table.peak_flops)
     search = Search(probe, resources, rates, job.algorithm.batch_size, hand, private=private)
+    search.uneven = table.shares == "measured"
     # Nodes that train apart come first where that pays, and what waits in the host's memory last.
     offloads = (False, True) if resources.device == "cuda" and not hand.local_steps else (False,)
     ways = chain(

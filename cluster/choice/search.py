@@ -49,7 +49,8 @@ class Found:
 class Search:
     """The candidates of one plan.
 
-    `hand` is `[cluster.strategy]`; `private`: each example's gradient is clipped.
+    `hand` is `[cluster.strategy]`; `private`: each example's gradient is clipped; `uneven`: a rank may get
+    more than an equal share of a batch.
     """
 
     probe: ModelProbe
@@ -58,6 +59,7 @@ class Search:
     batch: int
     hand: StrategyTable
     private: bool = False
+    uneven: bool = False
     allowed: int = 0
     seen: list[Found] = field(default_factory=list)
 
@@ -128,7 +130,9 @@ class Search:
     def needed(self, one: Found) -> Estimate:
         """The memory that a candidate needs."""
         if one.estimate is None:
-            needed = estimate(self.probe, one.strategy, self.micro_batches(one.strategy))
+            # A fast rank has another micro-batch to accumulate.
+            more = self.uneven and one.strategy.mesh.data > 1
+            needed = estimate(self.probe, one.strategy, self.micro_batches(one.strategy) + more)
             one.estimate = with_noisy_gradient(needed) if self.private else needed
         return one.estimate
 

@@ -46,7 +46,7 @@ def candidates(
     """
     hand = table.strategy
     for tp, pp in _splits(probe, resources, hand, reasons):
-        for kind in _kinds(hand, offload, pp):
+        for kind in _kinds(table, offload, pp):
             for mesh in _meshes(resources, hand, kind, tp, pp):
                 # Shards of one rank alone save nothing, unless they are what is offloaded.
                 if kind in _SHARDED and mesh.data == 1 and not (hand.data_parallel or offload):
@@ -96,13 +96,16 @@ def _refuse_cut(probe: ModelProbe, stages: int) -> str:
     return str(probe.known[key])
 
 
-def _kinds(hand: StrategyTable, offload: bool, pp: int) -> list[DataParallel]:
+def _kinds(table: ClusterTable, offload: bool, pp: int) -> list[DataParallel]:
     """The kinds of data parallelism to try, in the order of what they cost."""
+    hand = table.strategy
     if hand.data_parallel:
         kinds = [hand.data_parallel]
     else:
         # Replicas that train apart cannot share one optimizer's state out, as ZeRO-1 does.
         kinds = [kind for kind in (*_WHOLE, *_SHARDED) if not (hand.local_steps and kind == "zero1")]
+        if table.shares == "measured":
+            kinds = [kind for kind in kinds if kind in _WHOLE]
         if pp > 1 and "zero3" in kinds:
             # A stage is run many times a step, and keeps its weights gathered: zero3 would be zero2.
             kinds.remove("zero3")
@@ -277,6 +280,24 @@ def _halvings(share: int, stages: int) -> Iterator[int]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def check_shares(probe: ModelProbe, table: ClusterTable, *, private: bool) -> None:
+    """Raises ConfigError for what ranks with unequal shares of a batch cannot train.
+
+    `private`: each example's gradient is clipped.
+    """
+    if table.shares == "equal":
+        return
+    reason = ""
+    if private:
+        reason = "at privacy.level 'example' each rank samples from its own examples"
+    elif probe.streamed:
+        reason = "streamed data are dealt out by lanes"
+    elif probe.anatomy.batch_norms and table.strategy.batch_norm != "local":
+        reason = f"{probe.anatomy.batch_norms[0]} takes statistics over a batch that each rank runs at once"
+    if reason:
+        raise ConfigError(f'[cluster] shares = "measured": {reason}; leave it out')
 
 
 def check_by_hand(resources: Resources, table: ClusterTable) -> None:

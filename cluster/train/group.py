@@ -232,13 +232,13 @@ class GroupExecutor:
         digest, size = self._deliver(trainer, order, start, change, kept)
         return TrainedUpdate(digest=digest, size=size, examples=1, metrics={})
 
-    def evaluate(self, order: Order) -> Metrics:
-        """Evaluates the order's model on the silo's test data."""
+    def evaluate(self, order: Order, beat: Callable[[], None] = lambda: None) -> Metrics:
+        """Evaluates the order's model on the silo's test data; `beat` is called now and then."""
         trainer, start, _ = self._prepare(order, steps=0)
         check_evaluation(trainer.job)
         trainer.load(start.vector, self._others(order, start))
         size = trainer.job.evaluation.batch_size or EVALUATION_BATCHES * max(trainer.strategy.micro_batch, 1)
-        return trainer.evaluate(self._data[1], size)
+        return trainer.evaluate(self._data[1], size, beat)
 
     def _prepare(self, order: Order, steps: int | None = None) -> tuple[RankTrainer, Model, str]:
         """The trainer, told of the order and that it takes `steps` (those of its training), and the model."""
@@ -286,6 +286,7 @@ class GroupExecutor:
             client=group.settings.client,
             tensor_parallel=split,
             peers=self.peers,
+            uneven=group.table.shares == "measured" and strategy.mesh.data > 1,
         )
         if dist.get_rank() == 0:
             # Only the rank that reports needs the operations of a step.

@@ -136,6 +136,10 @@ def _do(
         if agent is not None:
             agent.send({"step": asdict(report)})
 
+    def beat() -> None:
+        if agent is not None:
+            agent.send({"number": 0})
+
     def withdrawn() -> bool:
         return agent is not None and agent.withdrawn == command["number"]
 
@@ -145,7 +149,7 @@ def _do(
         if command["do"] == "train":
             result: dict[str, Any] = {"trained": asdict(executor.train(order, watch, withdrawn))}
         else:
-            result = {"evaluated": executor.evaluate(order)}
+            result = {"evaluated": executor.evaluate(order, beat)}
     except Stopped:
         result = {"stopped": True}
     if agent is not None:

@@ -33,6 +33,7 @@ from roundtable.cluster.stepping.agreed_step import AgreedStep, PendingFigures
 from roundtable.cluster.stepping.diloco import OuterOptimizer
 from roundtable.cluster.stepping.local_parameters import drop_gradients
 from roundtable.cluster.stepping.loss_scaling import LossScale
+from roundtable.cluster.stepping.rank_shares import ForwardClock, gathered_speeds, shares_by_speed
 from roundtable.cluster.stepping.sharded_optimizer import (
     align_gradients,
     make_optimizer,
@@ -61,7 +62,8 @@ from roundtable.core.task import Task
 class RankTrainer:
     """A job on this rank; `mode` is how per-example gradients are computed, where they are.
 
-    `scale` is float16's, None for other precisions. `lags`: the host may look at a step's figures while the
+    `scale` is float16's, None for other precisions. `uneven`: ranks get examples by the speed each had in
+    the round before, `shares`, None for equal ones. `lags`: the host may look at a step's figures while the
     next one runs, where nothing needs them earlier.
     """
 
@@ -81,6 +83,8 @@ class RankTrainer:
     outer: OuterOptimizer | None = None
     scale: LossScale | None = None
     mode: str = "auto"
+    uneven: bool = False
+    shares: tuple[float, ...] | None = None
     peers: FellowReplicas | None = None
     lags: bool = field(init=False)
     _correction: Correction | None = None
@@ -127,6 +131,7 @@ class RankTrainer:
             pipeline=mesh.pp,
             interleaved=self.strategy.virtual_stages > 1,
             apart=mesh.dp if self.strategy.local_steps else 1,
+            shares=self.shares,
         )
         if count_examples(data) is None:
             return StreamedBatches(
@@ -191,6 +196,9 @@ class RankTrainer:
         taking = self._taking()
         lags = self.lags and taking.lags and not course.looks_ahead and self.peers is None
         self.replica.train()
+        if self.uneven:
+            self.replica.clock = self.replica.clock or ForwardClock(self.device)
+            self.replica.clock.begin()
         if self.peers is not None:
             self.peers.meet(self._state(batches, done))
         step = batches.position
@@ -274,7 +282,19 @@ class RankTrainer:
         """Ends a round's training: drops gradients, and averages buffers over the ranks."""
         assert self.optimizer is not None
         drop_gradients(self.optimizer, self.replica.parameters())
+        self._share_anew()
         self._average_buffers()
+
+    def _share_anew(self) -> None:
+        """Finds the next round's shares from the ranks' speed in this one. Collective."""
+        clock = self.replica.clock
+        if clock is None:
+            return
+        speeds = gathered_speeds(clock.speed(), self.meshes.one("dp").get_group(), self.device)
+        before, self.shares = self.shares, shares_by_speed(speeds, self.shares)
+        if self.shares != before and dist.get_rank() == 0:
+            told = "equal" if self.shares is None else ", ".join(f"{share:.1%}" for share in self.shares)
+            print(f"ranks' shares of the next round's batches, by their speed: {told}", flush=True)
 
     def _completed(self, report: StepReport) -> StepReport:
         """The report with what is known of memory, tokens, collectives and utilisation."""
@@ -298,8 +318,10 @@ class RankTrainer:
         parameters = self.replica.parameters()
         return OuterOptimizer(parameters, group, strategy.outer_learning_rate, strategy.outer_momentum)
 
-    def evaluate(self, data: Any, batch_size: int) -> Metrics:
+    def evaluate(self, data: Any, batch_size: int, beat: Callable[[], None] = lambda: None) -> Metrics:
         """Evaluates on the test data: named (sum, count), "loss" among them, the same on every rank.
+
+        `beat` is called once a second at most, so that somebody knows that it goes on.
 
         Ranks with different examples share the batches out. Shards are gathered together, so that all run
         equally many: who has none left runs another's again, and does not count it.
@@ -310,7 +332,11 @@ class RankTrainer:
         ranks, rank = self.strategy.mesh.data, self.meshes.data_rank
         batches = iter(ordered_batches(data, batch_size, self.device))
         with torch.no_grad(), isolated_randomness(derive_seed(0, "evaluation"), self.device):
+            told = time.monotonic()
             while turn := list(islice(batches, ranks)):
+                if time.monotonic() - told >= 1.0:
+                    told = time.monotonic()
+                    beat()
                 batch = turn[min(rank, len(turn) - 1)]
                 model = self.replica.model_for(batch.data)
                 if model is None:
@@ -349,7 +375,7 @@ class RankTrainer:
         near = mesh.fsdp if self.strategy.local_steps else mesh.data
         scale = 1.0 if self.scale is None else self.scale.scale
         weights = [size * near * scale / share.together for size in share.sizes]
-        losses = self.replica.backward(share.batches, weights)
+        losses = self.replica.backward(share.batches, weights, share.sizes)
         if self.peers is not None:
             return self._with_peers(self.peers, losses, share, taking, wishes)
         arriving.ahead()

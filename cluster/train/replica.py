@@ -30,6 +30,7 @@ from roundtable.cluster.parallel.unsaved_constants import set_constants, shared_
 from roundtable.cluster.stepping.encoded_gradients import EncodedGradients, EncodedScatter
 from roundtable.cluster.stepping.factored_gradients import FactoredGradients
 from roundtable.cluster.stepping.gradient_hooks import GradientHook, reduce_in_bfloat16
+from roundtable.cluster.stepping.rank_shares import ForwardClock
 from roundtable.core.errors import LayoutError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
@@ -85,6 +86,7 @@ class Replica:
         self.model: nn.Module = self.parts[0]
         self._ddp: DistributedDataParallel | None = None
         self.hook: GradientHook | None = None
+        self.clock: ForwardClock | None = None
         self._scatters = self._encode_shards()
         self.pipeline = Pipeline(self.parts, strategy, meshes, device) if strategy.mesh.pp > 1 else None
 
@@ -177,8 +179,13 @@ class Replica:
         for part in self.parts:
             part.train(mode)
 
-    def backward(self, batches: Sequence[Any], weights: Sequence[float]) -> Tensor | None:
-        """Gradients of Σ weight · loss over micro-batches; their losses, None off a pipeline's last stage."""
+    def backward(
+        self, batches: Sequence[Any], weights: Sequence[float], sizes: Sequence[int] = ()
+    ) -> Tensor | None:
+        """Gradients of Σ weight · loss over micro-batches; their losses, None off a pipeline's last stage.
+
+        `sizes` are their examples, for a clock that times them.
+        """
         with self.precision(), self._randomness or nullcontext():
             if self._randomness is not None:
                 self._randomness.begin()
@@ -190,7 +197,8 @@ class Replica:
                 if self._randomness is not None:
                     self._randomness.begin()
                 with self._waiting(index + 1 < len(batches)):
-                    loss = self._task.loss(self.model, batch)
+                    with self.clock.over(sizes[index]) if self.clock and sizes else nullcontext():
+                        loss = self._task.loss(self.model, batch)
                     (loss * weight).backward()  # type: ignore[no-untyped-call]
                     losses.append(loss.detach())
             return torch.stack(losses)

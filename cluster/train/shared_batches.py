@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from roundtable.client.training.batches import as_tensors, batches_of, count_examples, training_orders
 from roundtable.client.training.loaders import base_of, check_loader, collate_of, drops_last
+from roundtable.cluster.stepping.rank_shares import cut_by_shares
 from roundtable.core.seeds import torch_generator
 
 
@@ -31,7 +32,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Sharing:
-    """This rank's part of each batch, and how it is cut; `apart` counts replicas that share no gradients."""
+    """This rank's part of each batch, and how it is cut; `apart` counts replicas that share no gradients.
+
+    `shares` are those of ranks that need not run as many micro-batches as others; equal ones without.
+    """
 
     rank: int
     ranks: int
@@ -39,6 +43,7 @@ class Sharing:
     pipeline: int = 1
     interleaved: bool = False
     apart: int = 1
+    shares: tuple[float, ...] | None = None
 
 
 class SharedBatches:
@@ -103,11 +108,14 @@ class SharedBatches:
 
     def _share(self, rows: Tensor) -> Share:
         sharing = self._sharing
-        parts = rows.tensor_split(sharing.ranks)
+        if sharing.shares is not None:
+            parts: Sequence[Tensor] = torch.split(rows, cut_by_shares(len(rows), sharing.shares))
+        else:
+            parts = rows.tensor_split(sharing.ranks)
         own, near = parts[sharing.rank], sharing.ranks // sharing.apart
         first = sharing.rank // near * near
         together = max(1, sum(len(part) for part in parts[first : first + near]))
-        most = -(-len(rows) // sharing.ranks)
+        most = max(1, len(own)) if sharing.shares is not None else -(-len(rows) // sharing.ranks)
         cut = _equal(own, rows, sharing) if sharing.pipeline > 1 else _ragged(own, rows, sharing, most)
         batches = [gather(self._dataset, part) for part, _ in cut]
         return Share(batches, [size for _, size in cut], len(rows), together)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -92,6 +93,27 @@ def test_a_place_that_would_become_a_folder_of_its_name_is_refused(place: str) -
         ClusterTable.model_validate({"checkpoints": ["/mnt/a", place]})
     with pytest.raises(ValueError, match="two at most"):
         ClusterTable.model_validate({"checkpoints": ["/a", "/b", "/c"]})
+
+
+async def test_ranks_have_time_to_plan_before_their_first_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tracing and planning take longer than steps do; a word of another order is one that they go on."""
+    patience: list[float] = []
+
+    async def waiting(coming: Any, seconds: float) -> Any:
+        patience.append(seconds)
+        return await coming
+
+    silo = Silo(tmp_path, table={"timeout": 6.0})
+    async with silo.trainer() as trainer:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b'{"number": 0}\n{"number": 1, "evaluated": {}}\n')
+        monkeypatch.setattr(asyncio, "wait_for", waiting)
+        answer = await trainer._answer(reader, 1, lambda *seen: None)
+        monkeypatch.undo()
+    assert answer == {"number": 1, "evaluated": {}}
+    assert patience == [300.0, 17.0]
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from roundtable.cluster.parallel.tensor_parallel import find_tensor_parallel
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.links import Links, known_links
 from roundtable.cluster.plan.model_probe import example_batch
+from roundtable.cluster.stepping.rank_shares import ForwardClock
 from roundtable.cluster.train import checkpoints as saving
 from roundtable.cluster.train.checkpoint_places import Mirror
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
@@ -154,6 +155,45 @@ def _evaluated(trainer: RankTrainer, case: Case, expected: dict[str, Tensor], da
     # A count of right answers jumps where a logit is rounded.
     names = ["loss"] if trainer.strategy.precision == "bfloat16" else list(alone)
     return max(abs(found[name][0] - alone[name][0]) / max(abs(alone[name][0]), 1.0) for name in names)
+
+
+def fit_unevenly(rank: int, cases: list[Case], folder: Path) -> dict[str, dict[str, Any] | str]:
+    """As run_cases, where rank 0 gets three of four examples."""
+    made = bench_of
+
+    def uneven(case: Case, meshes: Meshes) -> RankTrainer:
+        trainer = made(case, meshes)
+        trainer.shares = (0.75, 0.25)
+        return trainer
+
+    with mock.patch.dict(globals(), {"bench_of": uneven}):
+        return run_cases(rank, cases, folder)
+
+
+def shares_of_rounds(rank: int, case: Case, seconds: list[list[float]]) -> list[tuple[Any, list[int]]]:
+    """(the next round's shares, this rank's examples of each step), where a forward pass of a rank takes so
+    many seconds an example in each round.
+    """
+    _, _, start = reference(case)
+    trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+    trainer.load(start, {})
+    trainer.uneven = True
+    data, _ = case.task.data(Site("silo"))
+    now, found = [0.0], []
+    trainer.replica.clock = ForwardClock(torch.device("cpu"), lambda: now[0])
+    for number, each in enumerate(seconds, 1):
+        loss, own = case.task.loss, each[rank]
+
+        def slow(model: nn.Module, batch: Any, loss: Any = loss, own: float = own) -> Tensor:
+            now[0] += own * len(batch[0])
+            out: Tensor = loss(model, batch)
+            return out
+
+        taken = [sum(share.sizes) for share in trainer.batches(data, number)]
+        with mock.patch.object(case.task, "loss", slow):
+            trainer.fit(trainer.batches(data, number), number, RoundProgress(), lambda report: None)
+        found.append((trainer.shares, taken))
+    return found
 
 
 def fit_and_report(rank: int, case: Case, peak: float) -> list[dict[str, Any]]:
