@@ -92,6 +92,9 @@ class StrategyTable(Table):
         None, description="budget: what activations may take: a size, or below 1 a share of a device's memory"
     )
     offload: bool | None = Field(None, description="parameters and optimizer wait in CPU memory")
+    offload_activations: bool | None = Field(
+        None, description="what a forward pass keeps waits in CPU memory; never chosen by itself"
+    )
     reduction: Annotated[str, AfterValidator(canonical_reduction)] | None = Field(
         None,
         description='how gradients travel: exact, bfloat16, "powersgd(rank=4)", or an encoding of '

@@ -41,7 +41,7 @@ def savings(search: Search, chosen: Strategy) -> tuple[Saving, ...]:
 def _optimisations(search: Search, chosen: Strategy) -> Iterator[tuple[str, Strategy, Strategy]]:
     """(its name, the strategy without it, and with it), of which one is the chosen strategy."""
     anatomy, plain = search.probe.anatomy, chosen.with_checkpointing("none")
-    if anatomy.blocks and not search.private:
+    if anatomy.blocks and not search.private and not chosen.offload_activations:
         for kind, name in (
             ("selective", "all but products"),
             ("every", "every block"),
@@ -53,6 +53,10 @@ def _optimisations(search: Search, chosen: Strategy) -> Iterator[tuple[str, Stra
         if chosen.checkpoint_blocks:
             several = f"{len(chosen.checkpoint_blocks)} of {len(anatomy.blocks)} blocks"
             yield f"checkpointing {several}", plain, chosen
+    keeps = chosen.checkpointing == "none" and chosen.mesh.pp == 1
+    if search.resources.device == "cuda" and keeps and not search.private:
+        without, having = (replace(chosen, offload_activations=on) for on in (False, True))
+        yield "activations in CPU memory", without, having
     if chosen.micro_batch > 1 and not anatomy.batch_norms:
         half = chosen.halved()
         yield f"micro-batches of {half.micro_batch} instead of {chosen.micro_batch}", chosen, half

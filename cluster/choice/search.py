@@ -163,7 +163,8 @@ class Search:
 
     def _listed(self, one: Found) -> Found | None:
         """The candidate with as few blocks checkpointed as let it fit; None where it has another kind."""
-        if self.hand.checkpointing is not None or one.strategy.checkpointing != "none" or self.private:
+        fixed = self.hand.checkpointing is not None or self.hand.offload_activations or self.private
+        if fixed or one.strategy.checkpointing != "none":
             return None
         if not one.tried:
             one.tried, count = True, self.micro_batches(one.strategy)

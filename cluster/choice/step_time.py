@@ -22,7 +22,7 @@ from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.activations import Pass
 from roundtable.cluster.plan.arithmetic import PassWork
-from roundtable.cluster.plan.memory_estimate import ModelProbe, fullest
+from roundtable.cluster.plan.memory_estimate import ModelProbe, fullest, run_of
 from roundtable.cluster.plan.resources import Resources
 
 
@@ -174,10 +174,20 @@ class _Stage:
             experts=count * self.experts,
             stages=count * self.stages,
             weights=traffic.waited(*windows),
-            offload=traffic.offloaded(),
+            offload=traffic.offloaded() + self._activations_offloaded(),
             bubble=bubbles(self._strategy) * slowest + count * waited,
             optimizer=optimizer_seconds(self._probe, self._sums, self._strategy, self._wires, self._units),
         )
+
+    def _activations_offloaded(self) -> float:
+        """Seconds in which what forward passes keep goes to the host's memory and comes back."""
+        probe, strategy = self._probe, self._strategy
+        if not strategy.offload_activations:
+            return 0.0
+        half = strategy.half is not None and strategy.data_parallel in ("zero2", "zero3")
+        traced = probe.half if half and probe.half is not None else probe.trace
+        kept = run_of(probe, traced, strategy, self._count, self._units, 0).kept
+        return 2 * self._count * kept / self._rates.host
 
     def _seconds(self, work: PassWork) -> float:
         """Of a pass of one micro-batch."""

@@ -87,6 +87,18 @@ def cannot_reduce(travel: GradientReduction, kind: DataParallel, mesh: Mesh) -> 
     return ""
 
 
+def cannot_offload(pp: int, checkpointing: str) -> str:
+    """Why activations cannot wait in the host's memory; empty where they can."""
+    if pp > 1:
+        return f"pp = {pp}: a schedule runs other micro-batches in between; leave one of the two out"
+    if checkpointing != "none":
+        return (
+            f"checkpointing = {checkpointing!r}: what goes into a block that is computed again is kept past "
+            "what offloads; leave one of the two out"
+        )
+    return ""
+
+
 @dataclass(frozen=True)
 class Strategy:
     """Everything that decides what each rank holds and computes.
@@ -97,7 +109,9 @@ class Strategy:
     `reduction` is how gradients travel: see GradientReduction;
     `local_steps` above 0 lets the replicas of `dp` train apart and meet every so many steps (Douillard et al.
     2023, DiLoCo, algorithm 1), with `outer_learning_rate` and `outer_momentum`; 1 and 0 average (local SGD).
-    `batch_norm` layers take the statistics of the whole batch, or of each rank's micro-batch (`local`).
+    `offload` has parameters, gradients and optimizer wait in CPU memory, `offload_activations` what a forward
+    pass keeps. `batch_norm` layers take the statistics of the whole batch, or of each rank's micro-batch
+    (`local`).
     `unused`: some trained parameters get no gradient, which DDP is to expect.
     """
 
@@ -111,6 +125,7 @@ class Strategy:
     checkpoint_every: int = 1
     checkpoint_blocks: tuple[str, ...] = ()
     offload: bool = False
+    offload_activations: bool = False
     precision: Precision = "float32"
     reduction: str = "exact"
     local_steps: int = 0
@@ -144,6 +159,8 @@ class Strategy:
             self._check_apart()
         if self.offload and not sharded:
             raise ConfigError("offload = true needs zero2 or zero3, which keep parameters in shards")
+        if self.offload_activations and (reason := cannot_offload(mesh.pp, self.checkpointing)):
+            raise ConfigError(f"offload_activations = true and {reason}")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -251,6 +268,7 @@ class Strategy:
                 every = f" of {len(self.checkpoint_blocks)} blocks"
             parts.append(f"checkpointing {self.checkpointing}{every}")
         parts.append("offload to CPU" if self.offload else "")
+        parts.append("activations in CPU memory" if self.offload_activations else "")
         parts.append(f"micro-batch {self.micro_batch}")
         parts.append(self.precision)
         parts.append("" if self.reduction == "exact" else f"gradients by {self.reduction}")

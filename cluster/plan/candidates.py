@@ -17,6 +17,7 @@ from roundtable.cluster.parallel.strategy import (
     Mesh,
     Schedule,
     Strategy,
+    cannot_offload,
     cannot_reduce,
 )
 from roundtable.cluster.plan.memory_estimate import ModelProbe
@@ -68,7 +69,7 @@ def _splits(
     pairs = [
         (tp, pp)
         for tp in ([hand.tp] if hand.tp else _divisors(resources.devices))
-        for pp in ([hand.pp] if hand.pp else _divisors(world // tp))
+        for pp in ([hand.pp or 1] if hand.pp or hand.offload_activations else _divisors(world // tp))
         if world % (tp * pp) == 0
     ]
     for tp, pp in sorted(pairs, key=lambda pair: (pair[1] > 1, pair[0] * pair[1], pair[1])):
@@ -170,7 +171,7 @@ def _variants(
     kinds = [kind for kind in _CHECKPOINTING if kind == "none" or probe.anatomy.blocks]
     if probe.cannot_run and "sqrt" in kinds:
         kinds.remove("sqrt")
-    if hand.schedule == SPLITTING:
+    if hand.schedule == SPLITTING or hand.offload_activations:
         kinds = ["none"]
     if hand.checkpointing:
         kinds = ["none" if hand.checkpointing == "budget" else hand.checkpointing]
@@ -188,6 +189,7 @@ def _variants(
                 checkpoint_every=hand.checkpoint_every or 1,
                 checkpoint_blocks=tuple(probe.anatomy.blocks[i] for i in hand.checkpoint_blocks or ()),
                 offload=offload,
+                offload_activations=bool(hand.offload_activations),
                 precision=precision,
                 reduction=hand.reduction or _reduction(table, kind, reduction),
                 batch_norm=hand.batch_norm or "synchronised",
@@ -308,6 +310,12 @@ def check_by_hand(resources: Resources, table: ClusterTable) -> None:
             f"[cluster.strategy] cp = {hand.cp}: context parallelism is not offered, as torch's has no CPU "
             "kernel to be checked with; tp with sequence_parallel shards the sequence between the blocks"
         )
+    if hand.offload_activations and resources.device == "cpu":
+        raise ConfigError(
+            "[cluster.strategy] offload_activations = true: the devices are CPUs, whose memory is the host's"
+        )
+    if hand.offload_activations and (reason := cannot_offload(hand.pp or 1, hand.checkpointing or "none")):
+        raise ConfigError(f"[cluster.strategy] offload_activations = true and {reason}")
     degrees = {key: getattr(hand, key) for key in ("pp", "dp", "fsdp", "tp") if getattr(hand, key)}
     ranks = prod(degrees.values())
     mesh = " × ".join(f"{key} {value}" for key, value in degrees.items())

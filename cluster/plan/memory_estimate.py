@@ -211,13 +211,16 @@ def estimate_rank(
     temporaries = gradients * probe.optimizer_temporaries / share
     half = strategy.half is not None and shards_weights(strategy)
     traced = probe.half if half and probe.half is not None else probe.trace
-    run = _run(probe, traced, strategy, accumulated, units, rank)
+    run = run_of(probe, traced, strategy, accumulated, units, rank)
+    if strategy.offload_activations:
+        # One block's are on their way to the host or back.
+        run, waiting = replace(run, kept=run.first), waiting + run.kept
     groups = _groups(probe, strategy, here)
     buffers = buffers_of(strategy, groups, after, shards, probe.gloo)
     fixed = held + anatomy.buffer_bytes + optimizer
     # A float64 copy of one gradient for its norm, or what an optimizer makes of one while it takes a step.
     passing = 8 * max(sums.largest_dense / shards, sums.largest_expert / own)
-    host = fixed - anatomy.buffer_bytes + gradients if strategy.offload else waiting
+    host = waiting + (fixed - anatomy.buffer_bytes + gradients if strategy.offload else 0.0)
     if strategy.offload:
         fixed = gradients = temporaries = passing = 0
     step = gradients + max(temporaries, passing)
@@ -236,7 +239,7 @@ def estimate_rank(
     )
 
 
-def _run(
+def run_of(
     probe: ModelProbe, traced: Trace, strategy: Strategy, accumulated: int, units: Sequence[str], rank: int
 ) -> Activations:
     """The activations of a rank, which are the same however ranks share out the weights."""

@@ -16,13 +16,21 @@ _PART_OF_A_MODEL = (
     "rank that holds part of the model has only part of it"
 )
 _STEP = "every rank takes the same noisy step with the whole optimizer; use ddp"
+_NORMS = "the norm of an example's gradient is made of what layers keep of their forward pass"
 _WHY = {
-    "checkpointing": "the norm of an example's gradient is made of what layers keep of their forward pass",
+    "checkpointing": _NORMS,
+    "offload_activations": _NORMS,
     "offload": "per-example gradients need the parameters where the layers run",
     "reduction": "the noise covers the exact sum of clipped gradients, and no other",
     "local_steps": "replicas that train apart would each need the noise of a whole silo",
 }
-_PLAIN = {"checkpointing": "none", "offload": False, "reduction": "exact", "local_steps": 0}
+_PLAIN = {
+    "checkpointing": "none",
+    "offload": False,
+    "offload_activations": False,
+    "reduction": "exact",
+    "local_steps": 0,
+}
 
 
 def is_example_level(job: JobConfig) -> bool:

@@ -30,6 +30,7 @@ from roundtable.cluster.parallel.unsaved_constants import set_constants, shared_
 from roundtable.cluster.stepping.encoded_gradients import EncodedGradients, EncodedScatter
 from roundtable.cluster.stepping.factored_gradients import FactoredGradients
 from roundtable.cluster.stepping.gradient_hooks import GradientHook, reduce_in_bfloat16
+from roundtable.cluster.stepping.offloaded_activations import OffloadedActivations
 from roundtable.cluster.stepping.rank_shares import ForwardClock
 from roundtable.core.errors import LayoutError, TaskError
 from roundtable.core.layout import Layout
@@ -197,7 +198,8 @@ class Replica:
                 if self._randomness is not None:
                     self._randomness.begin()
                 with self._waiting(index + 1 < len(batches)):
-                    with self.clock.over(sizes[index]) if self.clock and sizes else nullcontext():
+                    timed = self.clock.over(sizes[index]) if self.clock and sizes else nullcontext()
+                    with timed, self._offloading():
                         loss = self._task.loss(self.model, batch)
                     (loss * weight).backward()  # type: ignore[no-untyped-call]
                     losses.append(loss.detach())
@@ -215,6 +217,12 @@ class Replica:
         if self.strategy.half is not None and self.strategy.data_parallel not in ("zero2", "zero3"):
             return torch.autocast(self.device.type, self.strategy.half)
         return nullcontext()
+
+    def _offloading(self) -> AbstractContextManager[Any]:
+        """Has activations wait in CPU memory, where the strategy says so."""
+        if not self.strategy.offload_activations:
+            return nullcontext()
+        return OffloadedActivations(pinned=self.device.type == "cuda")
 
     def _waiting(self, more: bool) -> AbstractContextManager[Any]:
         """Delays DDP's reduction to the last micro-batch; shards reduce each time, which saves memory."""

@@ -10,11 +10,18 @@ import pytest
 import torch
 from cluster_models import Language
 from cluster_plans import plan
+from torch import nn
 from tracked import allocated
 
-from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.choice.machine_rates import rates_of
+from roundtable.cluster.choice.step_time import step_time
+from roundtable.cluster.choice.unit_sums import UnitSums
+from roundtable.cluster.parallel.strategy import Mesh, Strategy
 from roundtable.cluster.plan.memory_estimate import ModelProbe, estimate
 from roundtable.cluster.plan.model_probe import probe_model
+from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.stepping.offloaded_activations import OffloadedActivations
+from roundtable.core.errors import ConfigError
 from roundtable.core.task import Site
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -76,3 +83,33 @@ def test_the_estimate_is_near_over_a_grid(name: str, mesh: str) -> None:
 @pytest.mark.slow
 def test_gradients_that_are_accumulated_are_counted() -> None:
     assert 0.85 < ratio("deep", MESHES["one"], 2) < 1.15
+
+
+def test_activations_that_wait_in_the_hosts_memory_are_counted_there() -> None:
+    _, probe = looked_over("deep")
+    strategy, resources = plan("ddp", micro=4, dp=2), Resources(1, 2, 1 << 34, "cuda")
+    away, rates = replace(strategy, offload_activations=True), rates_of(resources, "float32")
+    needed, less = (estimate(probe, each, 1) for each in (strategy, away))
+    assert less.host == pytest.approx(needed.activations, rel=0.01)
+    assert needed.peak - less.peak > 0.3 * needed.activations
+    times = [step_time(probe, UnitSums(probe), each, 8, rates, resources) for each in (strategy, away)]
+    assert times[0].offload == 0.0
+    assert times[1].offload == pytest.approx(2 * less.host / rates.host, rel=0.01)
+    for more in ({"checkpointing": "every"}, {"mesh": Mesh(pp=2), "data_parallel": "none"}):
+        with pytest.raises(ConfigError, match="offload_activations = true and"):
+            replace(away, **more)
+
+
+def test_what_a_forward_pass_keeps_waits_elsewhere_and_weights_stay() -> None:
+    torch.manual_seed(1)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(32, 64)
+    model(x).square().mean().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    offloading = OffloadedActivations(pinned=False)
+    with offloading:
+        loss = model(x).square().mean()
+    loss.backward()
+    # The linear layer's input, and what the last layer gives, for it and for the square.
+    assert offloading.moved == 3 * x.nbytes
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
