@@ -104,6 +104,8 @@ def _refusal(resources: Resources, job: JobConfig, table: ClusterTable) -> str:
     for key, plain in (("pp", 1), ("reduction", "exact"), ("offload", False)):
         if (value := getattr(hand, key)) not in (None, plain):
             return f"{key} = {value} is set"
+    if table.shares == "measured":
+        return "shares = measured is set, and replicas that train apart count alike when they meet"
     if hand.data_parallel == "zero1":
         return "data_parallel = zero1 is set, whose ranks share one optimizer's state out"
     return ""

@@ -47,9 +47,10 @@ def planned(
     algorithm: dict[str, Any] | None = None,
     resources: Resources | None = None,
     privacy: dict[str, Any] | None = None,
+    shares: str = "equal",
     **hand: Any,
 ) -> ClusterPlan:
-    table = ClusterTable.model_validate({"strategy": hand})
+    table = ClusterTable.model_validate({"strategy": hand, "shares": shares})
     values = {
         "task": "t",
         "algorithm": {"batch_size": BATCH, **(algorithm or {})},
@@ -122,6 +123,7 @@ def test_what_is_set_by_hand_stays() -> None:
         ({"dp": 4}, "dp = 4 is set, and each of 2 nodes"),
         ({"pp": 2}, "pp = 2 is set"),
         ({"reduction": "powersgd"}, "reduction = powersgd is set"),
+        ({"shares": "measured"}, "replicas that train apart count alike"),
         ({"data_parallel": "zero1"}, "share one optimizer's state out"),
         ({"algorithm": {"batch_size": 1}}, "no example for each of 2 nodes"),
     ],
