@@ -62,12 +62,18 @@ class ForwardClock:
         return self._examples / self._seconds if self._seconds else 0.0
 
 
-def gathered_speeds(speed: float, group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Every rank's. Collective."""
-    own = torch.tensor([speed], dtype=torch.float64, device=device)
-    all_of_them = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_of_them, own, group=group)
-    return [float(each) for each in all_of_them]
+def next_shares(
+    clock: ForwardClock, group: dist.ProcessGroup, device: torch.device, before: tuple[float, ...] | None
+) -> tuple[float, ...] | None:
+    """The next round's shares, from the ranks' speed in this one; rank 0 says what changes. Collective."""
+    own = torch.tensor([clock.speed()], dtype=torch.float64, device=device)
+    speeds = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(speeds, own, group=group)
+    found = shares_by_speed([float(each) for each in speeds], before)
+    if found != before and dist.get_rank() == 0:
+        told = "equal" if found is None else ", ".join(f"{share:.1%}" for share in found)
+        print(f"ranks' shares of the next round's batches, by their speed: {told}", flush=True)
+    return found
 
 
 def shares_by_speed(speeds: Sequence[float], before: Sequence[float] | None) -> tuple[float, ...] | None:

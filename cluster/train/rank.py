@@ -136,8 +136,12 @@ def _do(
         if agent is not None:
             agent.send({"step": asdict(report)})
 
+    told = time.monotonic()
+
     def beat() -> None:
-        if agent is not None:
+        nonlocal told
+        if agent is not None and time.monotonic() - told >= 1.0:
+            told = time.monotonic()
             agent.send({"number": 0})
 
     def withdrawn() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.training.batches import count_examples, ordered_batches
@@ -22,7 +22,7 @@ from roundtable.client.training.sgd import RoundSchedule
 from roundtable.cluster.parallel.apply_strategy import set_products
 from roundtable.cluster.parallel.experts import expert_loads
 from roundtable.cluster.parallel.meshes import Meshes
-from roundtable.cluster.parallel.shards import Places, finite, local_of
+from roundtable.cluster.parallel.shards import Places, finite
 from roundtable.cluster.parallel.shared_batch_norm import batch_norms, refuse_parts
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
@@ -33,7 +33,7 @@ from roundtable.cluster.stepping.agreed_step import AgreedStep, PendingFigures
 from roundtable.cluster.stepping.diloco import OuterOptimizer
 from roundtable.cluster.stepping.local_parameters import drop_gradients
 from roundtable.cluster.stepping.loss_scaling import LossScale
-from roundtable.cluster.stepping.rank_shares import ForwardClock, gathered_speeds, shares_by_speed
+from roundtable.cluster.stepping.rank_shares import ForwardClock, next_shares
 from roundtable.cluster.stepping.sharded_optimizer import (
     align_gradients,
     make_optimizer,
@@ -282,19 +282,10 @@ class RankTrainer:
         """Ends a round's training: drops gradients, and averages buffers over the ranks."""
         assert self.optimizer is not None
         drop_gradients(self.optimizer, self.replica.parameters())
-        self._share_anew()
-        self._average_buffers()
-
-    def _share_anew(self) -> None:
-        """Finds the next round's shares from the ranks' speed in this one. Collective."""
-        clock = self.replica.clock
-        if clock is None:
-            return
-        speeds = gathered_speeds(clock.speed(), self.meshes.one("dp").get_group(), self.device)
-        before, self.shares = self.shares, shares_by_speed(speeds, self.shares)
-        if self.shares != before and dist.get_rank() == 0:
-            told = "equal" if self.shares is None else ", ".join(f"{share:.1%}" for share in self.shares)
-            print(f"ranks' shares of the next round's batches, by their speed: {told}", flush=True)
+        if self.replica.clock is not None:
+            group = self.meshes.one("dp").get_group()
+            self.shares = next_shares(self.replica.clock, group, self.device, self.shares)
+        self.replica.average_buffers()
 
     def _completed(self, report: StepReport) -> StepReport:
         """The report with what is known of memory, tokens, collectives and utilisation."""
@@ -321,7 +312,7 @@ class RankTrainer:
     def evaluate(self, data: Any, batch_size: int, beat: Callable[[], None] = lambda: None) -> Metrics:
         """Evaluates on the test data: named (sum, count), "loss" among them, the same on every rank.
 
-        `beat` is called once a second at most, so that somebody knows that it goes on.
+        `beat` is called with each batch, so that somebody knows that it goes on.
 
         Ranks with different examples share the batches out. Shards are gathered together, so that all run
         equally many: who has none left runs another's again, and does not count it.
@@ -332,11 +323,8 @@ class RankTrainer:
         ranks, rank = self.strategy.mesh.data, self.meshes.data_rank
         batches = iter(ordered_batches(data, batch_size, self.device))
         with torch.no_grad(), isolated_randomness(derive_seed(0, "evaluation"), self.device):
-            told = time.monotonic()
             while turn := list(islice(batches, ranks)):
-                if time.monotonic() - told >= 1.0:
-                    told = time.monotonic()
-                    beat()
+                beat()
                 batch = turn[min(rank, len(turn) - 1)]
                 model = self.replica.model_for(batch.data)
                 if model is None:
@@ -408,15 +396,3 @@ class RankTrainer:
         first = 0 if self.peers is None else self.peers.place * self.strategy.mesh.data
         path: Sequence[str | int] = (round, self.client, purpose, step, first + self.meshes.data_rank)
         return isolated_randomness(derive_seed(self.job.seed, *path), self.device)
-
-    @torch.no_grad()
-    def _average_buffers(self) -> None:
-        """Averages running statistics over the ranks, whose examples differ."""
-        if self.strategy.mesh.data == 1:
-            return
-        group = self.meshes.hybrid
-        for _, tensor in self.replica.tensors():
-            if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-                for index in range(group.ndim):
-                    dist.all_reduce(local_of(tensor), group=group.get_group(index))
-                local_of(tensor).div_(self.strategy.mesh.data)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,7 @@ from roundtable.cluster.parallel.pipeline_stages import (
     partition,
     refuse_cut,
 )
-from roundtable.cluster.parallel.shards import Places, named_tensors, plain_name, read_shards
+from roundtable.cluster.parallel.shards import Places, local_of, named_tensors, plain_name, read_shards
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
@@ -168,6 +169,18 @@ class Replica:
                 scatters.append(EncodedScatter(encoding, plain_name(name)))
                 module.set_custom_reduce_scatter(scatters[-1])  # type: ignore[arg-type]
         return scatters
+
+    @torch.no_grad()
+    def average_buffers(self) -> None:
+        """Averages running statistics over the ranks, whose examples differ."""
+        if self.strategy.mesh.data == 1:
+            return
+        group = self.meshes.hybrid
+        for _, tensor in self.tensors():
+            if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                for index in range(group.ndim):
+                    dist.all_reduce(local_of(tensor), group=group.get_group(index))
+                local_of(tensor).div_(self.strategy.mesh.data)
 
     def begin_step(self, path: Sequence[str | int]) -> None:
         """A step begins: what encodings draw in it follows from `path`, the same on all ranks."""
