@@ -60,7 +60,7 @@ class ClientUpdates:
 
     def examples(self, indices: Sequence[int]) -> list[int]:
         """Training examples that clients have; 0 where only iterating would tell."""
-        return [count or 0 for count in self.backend.examples(list(self._work(indices)))]
+        return [count or 0 for count in self.backend.examples(list(self.work(indices)))]
 
     def train(
         self,
@@ -90,7 +90,7 @@ class ClientUpdates:
         yield from ((place_of[client], answer) for client, answer in failed.items())
         indices = [index for index in indices if self.world.names[index] not in failed]
         rows = [self._rows[place_of[self.world.names[index]]] for index in indices]
-        for answer in self.backend.train(round, vector, list(self._work(indices)), rows):
+        for answer in self.backend.train(round, vector, list(self.work(indices)), rows):
             place = place_of[answer.client]
             if isinstance(answer, Trained):
                 self._received(answer, self._rows[place], step)
@@ -98,7 +98,7 @@ class ClientUpdates:
 
     def evaluate(self, round: int, vector: Tensor, indices: Sequence[int]) -> Iterator[Measured | Failed]:
         """Evaluates a round's model on clients' test data, with their own tensors as training left them."""
-        return self.backend.evaluate(round, vector, list(self._work(indices)))
+        return self.backend.evaluate(round, vector, list(self.work(indices)))
 
     @property
     def unmasks(self) -> bool:
@@ -139,7 +139,7 @@ class ClientUpdates:
         failed: dict[str, Failed] = {}
         if not bounds:
             return failed
-        for answer in self.backend.evaluate(round, vector, list(self._work(indices))):
+        for answer in self.backend.evaluate(round, vector, list(self.work(indices))):
             try:
                 if isinstance(answer, Failed):
                     failed[answer.client] = answer
@@ -160,7 +160,7 @@ class ClientUpdates:
     def _refused(self, indices: Sequence[int]) -> dict[int, Failed]:
         """The clients whose own accounts do not hold a round; the others have paid for it."""
         refused = {}
-        counts = self.backend.examples(list(self._work(indices)))
+        counts = self.backend.examples(list(self.work(indices)))
         for index, examples in zip(indices, counts, strict=True):
             client = self.world.names[index]
             try:
@@ -213,7 +213,7 @@ class ClientUpdates:
         row.copy_(decoded)
         return sending.remembered
 
-    def _work(self, indices: Iterable[int]) -> Iterator[Work]:
+    def work(self, indices: Iterable[int]) -> Iterator[Work]:
         for index in indices:
             local = without_memory(self.pending.get(index, self.local.get(index)))
             yield Work(self.world.names[index], index, local)

@@ -23,7 +23,7 @@ from roundtable.engine.combining.new_model import held_note
 from roundtable.engine.policies.buffered import WORK
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import SeededNoise
-from roundtable.simulation.backend import Backend, Failed, World
+from roundtable.simulation.backend import Backend, Failed, Work, World
 from roundtable.simulation.checkpoint import Checkpoint
 from roundtable.simulation.client_updates import ClientUpdates
 from roundtable.simulation.client_work import ClientWork, failure_event
@@ -143,6 +143,10 @@ class Driver:
         assert state.attempt is not None
         assert state.attempt.record is not None
         self._commit(state.attempt.record)
+
+    def work_of_all(self) -> list[Work]:
+        """Every client with what it has kept, as a next round would find it."""
+        return list(self._updates.work(range(len(self.world.names))))
 
     def _handle(self, event: m.Event) -> None:
         self._perform(self._engine.handle(event, self._queue.now))

@@ -38,8 +38,11 @@ from roundtable.simulation.backend import Backend, Work, World
 from roundtable.simulation.backends.sequential import one_thread
 from roundtable.simulation.checkpoint import Checkpoint
 from roundtable.simulation.choose_backend import make_backend
+from roundtable.simulation.cross_site import check_cross_site
+from roundtable.simulation.cross_site import cross_site as measure_cross_site
 from roundtable.simulation.driver import Driver
 from roundtable.simulation.reporting.comparison import flat
+from roundtable.simulation.reporting.cross_table import CrossTable
 from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.kept_models import Keeper
 from roundtable.simulation.reporting.notebook import notebook_report
@@ -64,6 +67,7 @@ def simulate(
     progress: Report | Literal[False] | None = None,
     folder: AnyPath | None = None,
     overrides: Mapping[str, Any] | None = None,
+    cross_site: bool = False,
 ) -> Result:
     """Runs a job with simulated clients and gives its history and model.
 
@@ -71,7 +75,8 @@ def simulate(
     the task, or its class; without it the job's `task` is loaded, relative to `folder` or to the
     job file. `run_dir` keeps everything on disk; with `resume` a run there goes on from its last
     committed round, and ends with the same bits as one that was never interrupted. `progress` is told of
-    clients and rounds; without it a notebook shows a bar, with False nothing.
+    clients and rounds; without it a notebook shows a bar, with False nothing. `cross_site` measures, at the
+    end, the model and each client's own at all clients.
 
     Raises RoundtableError (ConfigError, TaskError, ...) for what can be known before round 1.
     """
@@ -98,6 +103,8 @@ def simulate(
         check_task(world.task, job, layout)
         check_task_with(world.algorithm, world.task, layout)
         central = CentralTest(world)
+        if cross_site:
+            check_cross_site(world)
         weak = weak_signal_of(job, plan, job.simulation.clients, layout.sent.size)
         devices = Devices(devices_table(job), job.simulation.clients, job.seed, folder)
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None
@@ -134,10 +141,14 @@ def simulate(
             run.path if run else None,
             keeper.best,
             models,
+            _crossed(driver, keeper.given(len(history)), backend) if cross_site and history.records else None,
         )
         trackers.close(finished=True)
         if run is not None and history.records:
             run.finish(history, model)
+            if result.cross_site is not None:
+                result.cross_site.to_csv(run.path / "cross_site.csv")
+                _plot_if_possible(result.cross_site, run.path / "cross_site.png")
             if result.clients.rows:
                 result.clients.to_csv(run.path / "clients.csv")
             _plot_if_possible(result, run.path / "curves.png")
@@ -269,7 +280,12 @@ def _environment(name: str, description: str, why: str) -> dict[str, Any]:
     }
 
 
-def _plot_if_possible(result: Result, path: Path) -> None:
+def _crossed(driver: Driver, model: Model, backend: Backend) -> CrossTable:
+    world, made = driver.world, int(model.metadata.get("round", 0))
+    return measure_cross_site(world, backend, model.vector, made + 1, driver.work_of_all())
+
+
+def _plot_if_possible(result: Result | CrossTable, path: Path) -> None:
     try:
         result.plot(path)
     except ResourceError:

@@ -27,8 +27,18 @@ if TYPE_CHECKING:
     help="Where results go: configuration, history, curves, model. Without it nothing is saved.",
 )
 @click.option("--resume", is_flag=True, help="Resume the run in --run-dir after its last round.")
+@click.option(
+    "--cross-site", is_flag=True, help="At the end, measure the model and each client's own at all clients."
+)
 @json_option
-def simulate(file: Path, overrides: dict[str, Any], run_dir: Path | None, resume: bool, as_json: bool) -> int:
+def simulate(
+    file: Path,
+    overrides: dict[str, Any],
+    run_dir: Path | None,
+    resume: bool,
+    cross_site: bool,
+    as_json: bool,
+) -> int:
     """Run a job over simulated clients, on this machine.
 
     FILE describes the job; the engine is the one that runs in production.
@@ -46,7 +56,14 @@ def simulate(file: Path, overrides: dict[str, Any], run_dir: Path | None, resume
     display = _display(as_json)
     with interruptible(hint):
         try:
-            result = run(file, overrides=overrides, run_dir=run_dir, resume=resume, progress=display.report)
+            result = run(
+                file,
+                overrides=overrides,
+                run_dir=run_dir,
+                resume=resume,
+                progress=display.report,
+                cross_site=cross_site,
+            )
         finally:
             display.close()
     if as_json:
@@ -159,6 +176,7 @@ def _values(result: Result) -> dict[str, Any]:
         "secure_aggregation": result.secure_aggregation,
         "privacy": result.model.metadata.get("privacy"),
         "clients": list(result.clients),
+        "cross_site": None if result.cross_site is None else list(result.cross_site),
         "fairness": {name: asdict(found) for name, found in result.clients.fairness.items()},
         "frozen": travel_note(result.job, result.model.layout),
         "run_dir": str(result.run_dir) if result.run_dir else None,
@@ -182,6 +200,10 @@ def _report(result: Result) -> None:
     if len(result.clients.rows) > 1:
         say(f"Clients, by the model of round {result.clients.round}:")
         for line in result.clients.lines():
+            say(f"  {line}")
+    if result.cross_site is not None:
+        say(f"Each model (rows) at each client, after round {result.cross_site.round}:")
+        for line in repr(result.cross_site).splitlines():
             say(f"  {line}")
     if result.run_dir is not None:
         say(f"Results are in {result.run_dir}.")

@@ -69,6 +69,10 @@ class Keeper:
         there = self._held if self.run is None else self.run.models(done)
         return KeptModels((0, *there), lambda made: whole(self._read(made)))
 
+    def given(self, done: int) -> Model:
+        """The model that the run gives after `done` rounds, as it travels."""
+        return self._read(self.best.round if self.best else done)
+
     def _read(self, made: int) -> Model:
         if made == 0:
             return self.initial

@@ -15,6 +15,7 @@ from roundtable.core.models import Model
 from roundtable.core.paths import AnyPath
 from roundtable.engine import Best
 from roundtable.simulation.reporting.client_table import ClientTable
+from roundtable.simulation.reporting.cross_table import CrossTable
 from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.kept_models import KeptModels
 from roundtable.simulation.reporting.notebook import picture, png_of
@@ -27,6 +28,7 @@ class Result:
 
     model: the last, or with `[keep] best` the best, whose round and metric are in `best`. models: those that
     are there by round, 0 the initial one: the last, the best, and every so many (`[keep] every`).
+    cross_site: the model and each client's own on all clients' test data, where that was asked for.
     status and reason: how it ended, in the engine's words. backend: what ran the clients and why.
     """
 
@@ -39,6 +41,7 @@ class Result:
     run_dir: Path | None = None
     best: Best | None = None
     models: KeptModels = field(default_factory=KeptModels)
+    cross_site: CrossTable | None = None
 
     @property
     def secure_aggregation(self) -> str:
