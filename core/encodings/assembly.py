@@ -14,6 +14,7 @@ from roundtable.core.encodings.block_integers import BlockIntegers, IntegerTable
 from roundtable.core.encodings.block_tables import BlockTable
 from roundtable.core.encodings.chain import StageText, parse_chain
 from roundtable.core.encodings.codec import Codec, CodecEncoding
+from roundtable.core.encodings.composed.low_rank import LowRank, LowRankTable
 from roundtable.core.encodings.dense import Dense, NoParameters
 from roundtable.core.encodings.encoding import Encoding
 from roundtable.core.encodings.signs import Signs
@@ -47,9 +48,10 @@ CODECS: dict[str, _CodecKind] = {
 }
 
 
-SPARSE: dict[str, tuple[Callable[..., Encoding], type[Table]]] = {
+CHOOSING: dict[str, tuple[Callable[..., Encoding], type[Table]]] = {
     "topk": (LargestValues, TopKTable),
     "randomk": (RandomK, RandomKTable),
+    "lowrank": (LowRank, LowRankTable),
 }
 
 
@@ -73,15 +75,15 @@ def get_encoding(chain: str, folder: Path | None = None) -> Encoding:
         raise EncodingError(str(error)) from error
     first, *rest = stages
     codecs = [_codec(stage) for stage in rest]
-    if first.name in SPARSE:
+    if first.name in CHOOSING:
         if len(codecs) > 1:
             raise EncodingError(f"{rest[1].name!r} cannot follow {rest[0].name!r}")
-        kind, table = SPARSE[first.name]
+        kind, table = CHOOSING[first.name]
         return kind(chain, parameters(first, table), codecs[0] if codecs else Dense(torch.float32))
     if rest:
         raise EncodingError(
             f"{rest[0].name!r} cannot follow {first.name!r}: values are quantised once; what goes before "
-            f"is one of {', '.join(SPARSE)}"
+            f"is one of {', '.join(CHOOSING)}"
         )
     return CodecEncoding(chain, _codec(first))
 
@@ -89,9 +91,9 @@ def get_encoding(chain: str, folder: Path | None = None) -> Encoding:
 def _codec(stage: StageText) -> Codec:
     kind = CODECS.get(stage.name)
     if kind is None:
-        if stage.name in SPARSE:
-            raise EncodingError(f"{stage.name!r} chooses values, and goes before what writes them")
-        raise EncodingError(f"unknown encoding {stage.name!r}; known: {', '.join((*CODECS, *SPARSE))}")
+        if stage.name in CHOOSING:
+            raise EncodingError(f"{stage.name!r} chooses what is sent, and goes before what writes it")
+        raise EncodingError(f"unknown encoding {stage.name!r}; known: {', '.join((*CODECS, *CHOOSING))}")
     return kind.make(parameters(stage, kind.table))
 
 

@@ -2,6 +2,7 @@
 // out on every processor, and out of the same arithmetic in torch. On one thread; nothing is allocated.
 #include "block_integers.h"
 #include "levels.h"
+#include "low_rank.h"
 #include "signs.h"
 #include "sparse.h"
 #include "tables4.h"
@@ -107,6 +108,12 @@ int64_t encode_natural(const float* x, int64_t n, int64_t size, uint64_t key, ui
 
 int64_t decode_natural(const uint8_t* in, int64_t n, int64_t size, float* out) {
   return each_coded(in, n, size, out, natural_unblock, [](int64_t count) { return count + (count + 7) / 8; });
+}
+
+int64_t low_rank(const float* p, const float* q, int64_t rank, int64_t columns, int64_t first, int64_t count,
+                 float* out) {
+  multiply_factors(p, q, rank, columns, first, count, out);
+  return 0;
 }
 
 // Sparse vectors: see sparse.h.

@@ -28,7 +28,7 @@ class TransferTable(Table):
     feedback: Literal["auto", "on", "off"] = Field(
         "auto",
         description="error feedback: what an encoding dropped is added to the silo's next update; auto: for "
-        "signs, top-k by ratio, and random-k that is not scaled",
+        "signs, top-k, low rank, and random-k that is not scaled",
     )
 
     @model_validator(mode="after")

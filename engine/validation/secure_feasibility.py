@@ -235,6 +235,12 @@ def _check_secure_rounds(job: JobConfig) -> None:
         raise PrivacyError(
             'cohort.strategy = "data_size": example counts stay hidden under secure aggregation'
         )
+    if job.transfer.up.startswith("lowrank"):
+        raise PrivacyError(
+            f"transfer.up = {job.transfer.up!r}: factors that each silo makes of its own update do not add "
+            "up; common ones take two masked sums a round, of A Q and then of Pᵀ A, and a round has one: "
+            "leave it out"
+        )
     if job.transfer.up != "float32":
         raise PrivacyError(
             f"transfer.up = {job.transfer.up!r}: masked vectors travel in a form of their own; leave it out"

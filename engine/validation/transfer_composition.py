@@ -47,6 +47,11 @@ def _check_private(job: JobConfig, traits: Traits, said: str) -> None:
             "of rounds in which it took part comes with later updates, and no proof of amplification by "
             'sampling covers that: set transfer.feedback = "off"'
         )
+    if get_encoding(job.transfer.up).keeps:
+        raise PrivacyError(
+            f"{said} {under}: the factors that a silo keeps are of rounds in which it took part, they come "
+            "with later updates, and no proof of amplification by sampling covers that: set warm=false"
+        )
     if traits.scaled:
         raise PrivacyError(
             f"{said} {under}: the coordinator clips what it decoded, and values that are multiplied by d/k "

@@ -320,9 +320,9 @@ def test_changes_that_are_rounded_on_the_way_down_lose_little_and_resume(run, tm
     assert torch.equal(resumed.model.vector, whole.model.vector)
 
 
-def test_error_feedback_brings_back_what_an_encoding_dropped(run):
+@pytest.mark.parametrize("up", ["topk(ratio=0.05) | int8", "lowrank(rank=1) | bfloat16"])
+def test_error_feedback_brings_back_what_an_encoding_dropped(run, up):
     """Against float32, with and without: and a run that is the same twice is the same."""
-    up = "topk(ratio=0.05) | int8"
     exact = run(rounds=6).model.vector
     distance = {}
     for feedback in ("auto", "off"):

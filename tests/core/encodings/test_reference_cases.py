@@ -26,9 +26,9 @@ NOT_OFFERED = {
     "counter_rng": "roundings are drawn by a keyed mix of 32 bits, not by Philox",
 }
 ELSEWHERE = {
+    "powersgd": "tests/core/encodings/test_low_rank.py",
     "ring_sum": "rings: tests/privacy/secagg",
     "downlink": "deltas on the way down",
-    "powersgd": "low rank",
     "error_feedback": "tests/core/encodings/test_feedback.py",
 }
 
