@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -15,6 +15,7 @@ from roundtable.core.encodings.block_tables import BlockTable
 from roundtable.core.encodings.chain import StageText, parse_chain
 from roundtable.core.encodings.codec import Codec, CodecEncoding
 from roundtable.core.encodings.composed.low_rank import LowRank, LowRankTable
+from roundtable.core.encodings.composed.packing import Packed, ZstdTable
 from roundtable.core.encodings.dense import Dense, NoParameters
 from roundtable.core.encodings.encoding import Encoding
 from roundtable.core.encodings.signs import Signs
@@ -23,6 +24,8 @@ from roundtable.core.encodings.tables4 import Table4
 from roundtable.core.encodings.uneven_levels import NaturalPowers, Range, RangeTable
 from roundtable.core.errors import EncodingError
 from roundtable.core.toml_tables import Table
+
+T = TypeVar("T", bound=Table)
 
 
 class _CodecKind(NamedTuple):
@@ -55,6 +58,9 @@ CHOOSING: dict[str, tuple[Callable[..., Encoding], type[Table]]] = {
 }
 
 
+PACKING = "zstd"
+
+
 def canonical(chain: object) -> str:
     """The text of a chain as it travels and is compared; ValueError that says what is wrong with it."""
     stages = parse_chain(chain)
@@ -73,6 +79,11 @@ def get_encoding(chain: str, folder: Path | None = None) -> Encoding:
         stages = parse_chain(chain)
     except ValueError as error:
         raise EncodingError(str(error)) from error
+    *before, last = stages
+    if any(stage.name == PACKING for stage in before):
+        raise EncodingError(f"{PACKING} goes last: it packs what the others have written")
+    if last.name == PACKING:
+        return _packed(chain, before, last, folder)
     first, *rest = stages
     codecs = [_codec(stage) for stage in rest]
     if first.name in CHOOSING:
@@ -88,16 +99,28 @@ def get_encoding(chain: str, folder: Path | None = None) -> Encoding:
     return CodecEncoding(chain, _codec(first))
 
 
+def _packed(chain: str, before: Sequence[StageText], stage: StageText, folder: Path | None) -> Packed:
+    if not before:
+        raise EncodingError(
+            f"{PACKING} packs what a chain writes: put one before it, like bfloat16 | {PACKING}"
+        )
+    inner = get_encoding(" | ".join(str(each) for each in before), folder)
+    dense = inner.codec.dense_dtype if isinstance(inner, CodecEncoding | LowRank) else None
+    return Packed(chain, parameters(stage, ZstdTable), inner, 1 if dense is None else dense.itemsize)
+
+
 def _codec(stage: StageText) -> Codec:
     kind = CODECS.get(stage.name)
     if kind is None:
         if stage.name in CHOOSING:
             raise EncodingError(f"{stage.name!r} chooses what is sent, and goes before what writes it")
-        raise EncodingError(f"unknown encoding {stage.name!r}; known: {', '.join((*CODECS, *CHOOSING))}")
+        raise EncodingError(
+            f"unknown encoding {stage.name!r}; known: {', '.join((*CODECS, *CHOOSING, PACKING))}"
+        )
     return kind.make(parameters(stage, kind.table))
 
 
-def parameters(stage: StageText, table: type[Table]) -> Table:
+def parameters(stage: StageText, table: type[T]) -> T:
     """The checked parameters of a stage; EncodingError that names the wrong one."""
     try:
         return table.model_validate(dict(stage.given))

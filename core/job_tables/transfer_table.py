@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from roundtable.core.encodings.assembly import canonical, get_encoding
+from roundtable.core.encodings.assembly import PACKING, canonical, get_encoding
 from roundtable.core.encodings.encoding import Traits
 from roundtable.core.toml_tables import Table
 
@@ -49,6 +49,11 @@ class TransferTable(Table):
     def traits(self) -> Traits:
         """What the encoding of updates says of itself."""
         return get_encoding(self.up).traits
+
+    @property
+    def unpacked(self) -> str:
+        """The chain of updates without a stage that packs its bytes: what becomes of values."""
+        return self.up.partition(f" | {PACKING}")[0]
 
     @property
     def remembers(self) -> bool:

@@ -89,7 +89,7 @@ def _check_known_bound(job: JobConfig, said: str) -> None:
             f'aggregation.validation.policy = "clip" and {known}and it cannot know that before; set policy = '
             '"exclude"'
         )
-    if job.transfer.up not in ("float32", "bfloat16", "float16"):
+    if job.transfer.unpacked not in ("float32", "bfloat16", "float16"):
         raise ConfigError(
             f"transfer.up = {job.transfer.up!r} and {known}and that encoding changes it too much; "
             'set transfer.up = "float32", "bfloat16" or "float16"'
@@ -120,7 +120,7 @@ def _check_place(job: JobConfig, said: str, place: AlgorithmPlace) -> None:
         raise PrivacyError(f"{said} it declares no rule for the noise on it: leave out privacy.level")
     if masked and place.masks is None:
         raise PrivacyError(f"{said} it declares no rule for masks: leave out privacy.secure_aggregation")
-    if job.transfer.up != "float32" and place.compression is None:
+    if job.transfer.unpacked != "float32" and place.compression is None:
         raise ConfigError(f'{said} it declares no rule for rounding it: set transfer.up = "float32"')
     plain = job.aggregation.rule == "mean" and not job.aggregation.pre
     if place.rules == "mean" and not plain:
