@@ -107,10 +107,10 @@ def write_remembering(
     `kept` is what the silo's newest update that counts left. With error feedback the delta is changed in
     place.
     """
-    encoding, feedback = get_encoding(transfer.up).over(layout), transfer.remembers
-    sending = Sending(delta, encoding, key, kept, feedback=feedback)
+    encoding = get_encoding(transfer.up).over(layout)
+    sending = Sending(delta, encoding, key, kept, transfer.memory)
     digest, size = write_file(path, sending.blocks())
-    if feedback:
+    if transfer.remembers:
         written = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
         sending.received(HeldBytes(written.data))
     return digest, size, sending.remembered

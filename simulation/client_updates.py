@@ -204,11 +204,11 @@ class ClientUpdates:
 
     def _remembered(self, row: Tensor, key: StreamKey, kept: LocalState | None) -> dict[str, Tensor]:
         """What a client keeps of an update that travels, of which the row becomes what arrives."""
-        feedback = self.world.job.transfer.remembers
-        sending = Sending(row.to("cpu", copy=True), self._encoding, key, kept, feedback=feedback)
+        transfer = self.world.job.transfer
+        sending = Sending(row.to("cpu", copy=True), self._encoding, key, kept, transfer.memory)
         data, decoded = b"".join(sending.blocks()), torch.empty(row.numel())
         self._encoding.decode(data, decoded, key)
-        if feedback:
+        if transfer.remembers:
             sending.decoded(0, decoded)
         row.copy_(decoded)
         return sending.remembered

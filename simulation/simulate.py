@@ -34,6 +34,7 @@ from roundtable.engine.validation.down_composition import check_down_layout
 from roundtable.engine.validation.feasibility import check_budget, check_rule
 from roundtable.engine.validation.kept_composition import check_kept_layout
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
+from roundtable.engine.validation.transfer_composition import check_cohort_is_all
 from roundtable.simulation.backend import Backend, Work, World
 from roundtable.simulation.backends.sequential import one_thread
 from roundtable.simulation.checkpoint import Checkpoint
@@ -98,6 +99,7 @@ def simulate(
         plan = make_plan(job, job.simulation.clients, slices, folder=folder).over(layout)
         check_down_layout(job, layout)
         check_kept_layout(job, layout)
+        check_cohort_is_all(job, job.simulation.clients)
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)
         check_task(world.task, job, layout)

@@ -32,7 +32,7 @@ from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.layouts import algorithm_layout
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings import StreamKey, get_encoding
-from roundtable.core.encodings.feedback import forgotten, without_memory
+from roundtable.core.encodings.feedback import LOST_ESTIMATE, forgotten, without_memory
 from roundtable.core.errors import EncodingError, LayoutError, ResourceError, TaskError
 from roundtable.core.initial_model import whole_model
 from roundtable.core.layout import Layout
@@ -127,7 +127,9 @@ class Executor:
         transfer, sent = warm.config.transfer, warm.layout.sent
         encoding = get_encoding(transfer.up)
         kept = self._state.load(order.job, order.counted) if transfer.remembers or encoding.keeps else None
-        if order.counted is not None and forgotten(encoding, transfer.remembers, kept):
+        if order.counted is not None and forgotten(encoding, transfer.memory, kept):
+            if transfer.memory.way == "ef21":
+                raise EncodingError(LOST_ESTIMATE)
             log.warning("%s: what was remembered of earlier updates is lost; it begins anew", order.job)
         # What is remembered is durable before the update can leave: it counts with the update, or not at all.
         written = write_remembering(Path(order.output), update.delta, transfer, sent, key, kept)

@@ -25,9 +25,16 @@ from roundtable.client.worker.silo_state import SiloState
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
-from roundtable.core.encodings import StreamKey
-from roundtable.core.encodings.feedback import without_memory
-from roundtable.core.errors import ConfigError, InvalidUpdate, LayoutError, PrivacyError, TaskError
+from roundtable.core.encodings import StreamKey, get_encoding
+from roundtable.core.encodings.feedback import LOST_ESTIMATE, forgotten, without_memory
+from roundtable.core.errors import (
+    ConfigError,
+    EncodingError,
+    InvalidUpdate,
+    LayoutError,
+    PrivacyError,
+    TaskError,
+)
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel
@@ -147,6 +154,9 @@ class ScriptTrainer:
         check_script(work.job)
         local = self._state.load(work.step.job, work.kept)
         start = await asyncio.to_thread(open_model, work.model)
+        transfer, encoding = work.job.transfer, get_encoding(work.job.transfer.up)
+        if transfer.memory.way == "ef21" and work.kept and forgotten(encoding, transfer.memory, local):
+            raise EncodingError(LOST_ESTIMATE)
         round = Round(work, start, without_memory(local))
         self.rounds.put(round)
         delta, mine, examples, metrics = await round._answer
@@ -156,7 +166,7 @@ class ScriptTrainer:
             examples, metrics = 1, {}
         key = StreamKey(work.job.seed, work.client, work.step.round, work.step.attempt)
         written = await asyncio.to_thread(
-            write_remembering, work.output, delta, work.job.transfer, start.layout.sent, key, local
+            write_remembering, work.output, delta, transfer, start.layout.sent, key, local
         )
         digest, size, memory = written
         self._state.save(work.step.job, (work.step.round, work.step.attempt), {**mine, **memory}, work.kept)

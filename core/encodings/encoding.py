@@ -72,7 +72,7 @@ class Traits:
     data; `seeded`: each client's, from its key; `cohort`: the same for all clients of a step.
     feedback: whether error feedback is on unless a job says otherwise. scaled: whether values that are sent
     also stand for those that are not, and are multiplied by d/k for it; rescaled: whether they are lengthened
-    to the norm of all.
+    to the norm of all. by_round: whether it changes with the round.
     """
 
     error: Literal["exact", "unbiased", "bounded"]
@@ -82,6 +82,7 @@ class Traits:
     feedback: bool = False
     scaled: bool = False
     rescaled: bool = False
+    by_round: bool = False
 
     def contractive(self, elements: int) -> bool:
         """Whether ‖C(x)−x‖² ≤ (1−δ)‖x‖² with a δ > 0 for every x: what error feedback needs."""

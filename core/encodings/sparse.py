@@ -34,6 +34,8 @@ from roundtable.core.layout import Layout
 from roundtable.core.toml_tables import Table
 
 FRAME = 32 * GRID
+_FIRST = 0.25
+"""The first ratio of a warm-up (Lin et al. 2018, section 3.3)."""
 _HEAD = struct.Struct("<II")
 _GAP_BYTES = 3
 
@@ -48,6 +50,9 @@ class TopKTable(Table):
     per: Literal["vector", "layer"] = Field(
         "vector", description="layer: the largest of each tensor, so that none is left out"
     )
+    warmup: int = Field(
+        0, ge=0, le=10_000, description="rounds in which ratio comes down from 0.25, each time by one factor"
+    )
     rescale: bool = Field(
         False, description="lengthen what is sent to the norm of what it was chosen from; not with feedback"
     )
@@ -56,12 +61,22 @@ class TopKTable(Table):
     def _one(self) -> Self:
         if (self.ratio is None) == (self.threshold is None):
             raise ValueError("topk takes either ratio or threshold, for example topk(ratio=0.05)")
+        if self.warmup and self.ratio is None:
+            raise ValueError("warmup is of a ratio: for example topk(ratio=0.001, warmup=4)")
         if self.per == "layer" and (self.threshold or 0.0) > 1.0:
             raise ValueError(
                 f"threshold={self.threshold} with per=layer is a share of each tensor's largest magnitude: "
                 "at most 1"
             )
         return self
+
+    def share(self, round: int) -> float:
+        """The ratio of a round (from 1): 0.25, 0.063, 0.016, 0.004, 0.001 for 0.001 and a warm-up of 4."""
+        assert self.ratio is not None
+        if not self.warmup or round > self.warmup or self.ratio >= _FIRST:
+            return self.ratio
+        share = _FIRST * (self.ratio / _FIRST) ** ((max(round, 1) - 1) / self.warmup)
+        return float(f"{share:.6g}")  # The same on both ends, whatever their power function's last bit is.
 
 
 class RandomKTable(Table):
@@ -87,7 +102,7 @@ class SparseReader:
         self._elements = elements
         self._key = key
         self._at = 0
-        self._left = encoding.most(elements)
+        self._left = encoding.most(elements, key.round)
         self._places: np.ndarray = np.empty(0, dtype=np.int64)
         self._values: np.ndarray = np.empty(0, dtype=np.float32)
 
@@ -146,20 +161,23 @@ class LargestValues(Encoding):
             support="own",
             feedback=not table.rescale and (table.ratio is not None or table.per == "layer"),
             rescaled=table.rescale,
+            by_round=table.warmup > 0,
         )
 
     @override
     def over(self, layout: Layout) -> LargestValues:
         return LargestValues(self.chain, self.table, self.codec, layout)
 
-    def most(self, elements: int) -> int:
-        """How many values may be sent."""
-        ratio = self.table.ratio
-        return elements if ratio is None else sum(math.ceil(ratio * size) for size in self._groups(elements))
+    def most(self, elements: int, round: int) -> int:
+        """How many values may be sent in a round."""
+        if self.table.ratio is None:
+            return elements
+        share = self.table.share(round)
+        return sum(math.ceil(share * size) for size in self._groups(elements))
 
     @override
     def size_bound(self, elements: int) -> int:
-        frames, most = -(-elements // FRAME), self.most(elements)
+        frames, most = -(-elements // FRAME), self.most(elements, 1)
         codes = self.codec.size(most) + frames * self.codec.size(1)
         return frames * (_HEAD.size + 1) + _GAP_BYTES * most + codes
 
@@ -172,7 +190,7 @@ class LargestValues(Encoding):
         self, vector: Tensor, key: StreamKey = NO_KEY, memory: Memory | None = None
     ) -> Iterator[memoryview]:
         values, own = check_vector(vector), key.own
-        chosen = self._chosen(values)
+        chosen = self._chosen(values, key.round)
         for first in range(0, len(values), FRAME):
             places, taken = next(chosen)
             gaps = gaps_of(places, shift_for(len(places), min(FRAME, len(values) - first)))
@@ -215,10 +233,10 @@ class LargestValues(Encoding):
             )
         return self._tensors
 
-    def _chosen(self, values: Tensor) -> Iterator[tuple[np.ndarray, Tensor]]:
+    def _chosen(self, values: Tensor, round: int) -> Iterator[tuple[np.ndarray, Tensor]]:
         """(places in the frame uint32, values) that are sent of each frame."""
         parts = torch.split(values, list(self._groups(len(values))))
-        groups = ((len(part), *self._choice(part)) for part in parts)
+        groups = ((len(part), *self._choice(part, round)) for part in parts)
         left, factor, choice = 0, 1.0, Largest(0, 0)
         for first in range(0, len(values), FRAME):
             frame = values[first : first + FRAME]
@@ -233,10 +251,10 @@ class LargestValues(Encoding):
                 at, left = at + count, left - count
             yield np.concatenate(places), torch.cat(taken)
 
-    def _choice(self, part: Tensor) -> tuple[Largest, float]:
+    def _choice(self, part: Tensor, round: int) -> tuple[Largest, float]:
         """Which values of a part are taken, and what they are multiplied by."""
         if self.table.ratio is not None:
-            choice = Largest.of(part, math.ceil(self.table.ratio * len(part)))
+            choice = Largest.of(part, math.ceil(self.table.share(round) * len(part)))
         else:
             assert self.table.threshold is not None
             unit = max(abs(float(end)) for end in torch.aminmax(part)) if self._layered else 1.0
@@ -286,7 +304,7 @@ class RandomK(Encoding):
             scaled=self.factor > 1,
         )
 
-    def most(self, elements: int) -> int:
+    def most(self, elements: int, round: int) -> int:
         """How many values are sent."""
         return -(-elements // self.stride)
 
@@ -296,7 +314,7 @@ class RandomK(Encoding):
         return (
             (whole + 1) * self.codec.size(FRAME // self.stride + 2)
             if whole
-            else self.codec.size(self.most(rest))
+            else self.codec.size(self.most(rest, 1))
         )
 
     @override

@@ -145,6 +145,8 @@ def combine(
             delta = _of_mean(received)
         case GroupMeans(), _:
             delta = _of_groups(plan, received, state, round, seed, diagnose)
+    if plan.estimates:
+        delta = _estimated(delta, received, state)
     present = _present(received, delta.account)
     work = _work(received, delta.account) if plan.server is not None else ()
     divisor = present
@@ -169,6 +171,24 @@ def combine(
     after = replace(after, exact=vector)
     held, data = publish(plan.down, model, vector, after)
     return Combined(held, after, delta.account, data)
+
+
+def _estimated(delta: _Delta, received: Received, state: ServerState) -> _Delta:
+    """G + mean of the differences C(Δᵢ − gᵢ): the mean of what all silos have sent so far (Richtárik et al.
+    2021, algorithm 2). AggregationError where a silo is missing or new: G would hold what it never sent."""
+    silos = tuple(sorted(update.client for update in received.updates)) if isinstance(received, Rows) else ()
+    if delta.account.excluded:
+        name, reason = next(iter(delta.account.excluded.items()))
+        raise AggregationError(f"EF21 goes on from every silo's update, and that of {name} is out: {reason}")
+    if state.silos and state.silos != silos:
+        other = sorted(set(state.silos) ^ set(silos))[0]
+        raise AggregationError(
+            f"EF21 (transfer.feedback) needs the same silos in each round, and {other} was in one of the two "
+            'last only: ask all of them to come back, or start a new job with feedback = "on"'
+        )
+    if state.estimate is not None:
+        delta.vector.add_(state.estimate)
+    return replace(delta, state=replace(delta.state, estimate=delta.vector.clone(), silos=silos))
 
 
 def _present(received: Received, account: RoundAccount) -> float:

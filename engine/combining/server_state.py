@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +25,8 @@ class ServerState:
     previous: the last aggregate [d], where the rule starts from it. clip_norm: where it adapts. drawn: of
     noise that is correlated over rounds what later draws depend on, [kept, d], with `draws` the number of
     rounds that had theirs. exact: the model without what encoding the way down has left out [d], where a job
-    encodes it. past: the sum of each client's updates so far [d], where the rule compares them.
+    encodes it. estimate: with EF21 the mean of what all silos have sent so far [d], and `silos` who they are.
+    past: the sum of each client's updates so far [d], where the rule compares them.
     """
 
     optimizer: OptimizerState = field(default_factory=OptimizerState)
@@ -34,6 +36,8 @@ class ServerState:
     draws: int = 0
     past: Mapping[str, Tensor] = field(default_factory=dict)
     exact: Tensor | None = None
+    estimate: Tensor | None = None
+    silos: tuple[str, ...] = ()
 
     def blocks(self) -> Iterator[bytes | memoryview]:
         """As an artifact, without a copy: vectors become tensors, numbers metadata; `from_model` is exact."""
@@ -42,9 +46,13 @@ class ServerState:
             vectors["previous"] = self.previous
         if self.exact is not None:
             vectors["exact"] = self.exact
+        if self.estimate is not None:
+            vectors["estimate"] = self.estimate
         metadata = {f"optimizer.{name}": str(value) for name, value in self.optimizer.scalars.items()}
         if self.clip_norm is not None:
             metadata["clip_norm"] = self.clip_norm.hex()
+        if self.silos:
+            metadata["silos"] = json.dumps(self.silos)
         if self.drawn is not None:
             vectors |= {f"drawn.{slot}": noise for slot, noise in enumerate(self.drawn)}
             metadata["draws"] = str(self.draws)
@@ -67,6 +75,7 @@ class ServerState:
             scalars = {name: int(value) for name, value in numbers.items()}
             bound = float.fromhex(clip_norm) if clip_norm is not None else None
             draws = int(model.metadata.get("draws", 0))
+            silos = tuple(str(name) for name in json.loads(model.metadata.get("silos", "[]")))
         except ValueError as error:
             raise EncodingError(f"the server optimizer's state cannot be read: {error}") from error
         slots = sum(name.startswith("drawn.") for name in tensors)
@@ -75,13 +84,15 @@ class ServerState:
             drawn = torch.empty(0, 0)
         past = {name.removeprefix("past."): t for name, t in tensors.items() if name.startswith("past.")}
         previous, exact = tensors.get("previous"), tensors.get("exact")
-        return cls(OptimizerState(vectors, scalars), previous, bound, drawn, draws, past, exact)
+        optimizer, estimate = OptimizerState(vectors, scalars), tensors.get("estimate")
+        return cls(optimizer, previous, bound, drawn, draws, past, exact, estimate, silos)
 
     @property
     def worth_keeping(self) -> bool:
         """Whether a later round needs any of it."""
         return bool(self.optimizer.vectors or self.optimizer.scalars or self.past) or any(
-            kept is not None for kept in (self.previous, self.clip_norm, self.drawn, self.exact)
+            kept is not None
+            for kept in (self.previous, self.clip_norm, self.drawn, self.exact, self.estimate)
         )
 
 

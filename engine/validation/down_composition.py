@@ -30,6 +30,11 @@ def down_encoding(job: JobConfig, algorithm: ClientAlgorithm, folder: Path | Non
             "top-k",
             key=_KEY,
         )
+    if encoding.traits.by_round:
+        raise ConfigError(
+            f"{said}: what changed from model to model carries no round to warm up by; leave warmup out",
+            key=_KEY,
+        )
     for place in algorithm.places:
         if place.compression is None:
             raise ConfigError(

@@ -91,7 +91,8 @@ class Plan:
 
     `noise` says who hides the updates and what a round costs; `strategy` chooses cohorts; `discount` is
     what staleness leaves of an update; `server` is the server's part of an algorithm that has one. `down` is
-    how the change from model to model is encoded; None where silos get the exact model.
+    how the change from model to model is encoded; None where silos get the exact model. `estimates`: silos
+    send differences from what they have sent (EF21).
     """
 
     aggregation: AggregationConfig
@@ -102,6 +103,7 @@ class Plan:
     discount: Discount = constant
     server: ServerPart | None = None
     down: Encoding | None = None
+    estimates: bool = False
 
     def over(self, layout: Layout) -> Plan:
         """The plan for vectors of this layout, which encodings of models may look at."""
@@ -186,7 +188,8 @@ def make_plan(
     server = algorithm.server()
     part = ServerPart(server, algorithm.places) if server is not None else None
     down = down_encoding(job, algorithm, folder)
-    return Plan(aggregation, optimizer, job.privacy, noise, strategy, discount, part, down)
+    estimates = job.transfer.memory.way == "ef21"
+    return Plan(aggregation, optimizer, job.privacy, noise, strategy, discount, part, down, estimates)
 
 
 def aggregation_config(table: AggregationTable, folder: Path | None = None) -> AggregationConfig:

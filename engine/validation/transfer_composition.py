@@ -9,7 +9,7 @@ from roundtable.aggregation import find_rule
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Traits, get_encoding
 from roundtable.core.errors import ConfigError, PrivacyError
-from roundtable.core.privacy_table import BareUpdates
+from roundtable.core.privacy_table import BareUpdates, NoPrivacy
 
 
 def check_transfer(job: JobConfig, folder: Path | None = None) -> None:
@@ -34,6 +34,61 @@ def check_transfer(job: JobConfig, folder: Path | None = None) -> None:
             stacklevel=3,
         )
     _check_private(job, traits, said)
+    if job.transfer.memory.way == "ef21":
+        _check_fixed_cohort(job)
+    if job.transfer.momentum and job.aggregation.server_optimizer.name != "fedavg":
+        raise ConfigError(
+            f"transfer.momentum = {job.transfer.momentum} and server_optimizer = "
+            f"{job.aggregation.server_optimizer.name!r}: the silos' momentum stands for the server's, and "
+            'both would add up; set name = "fedavg"',
+            key=("transfer", "momentum"),
+        )
+
+
+def check_cohort_is_all(job: JobConfig, population: int) -> None:
+    """ConfigError where EF21 has more clients than take part in a round."""
+    if job.transfer.memory.way == "ef21" and population > (job.cohort.size or 0):
+        raise ConfigError(
+            f"{_EF21}, and this one asks {job.cohort.size} of {population} clients: set cohort.size = "
+            f'{population}, or feedback = "on"',
+            key=("transfer", "feedback"),
+        )
+
+
+_EF21 = 'transfer.feedback = "ef21": what the server adds to is the mean of the same silos in each round'
+
+
+def _check_fixed_cohort(job: JobConfig) -> None:
+    """EF21 (Richtárik et al. 2021) is of rounds in which everybody takes part, and of a plain mean.
+
+    Where some are drawn, only theirs would move, and that is the slowest feedback of all (Fatkhullin et al.
+    2021, table 1): `on` is better.
+    """
+    cohort, table = job.cohort, job.aggregation
+    fixed = cohort.size is not None and cohort.minimum == cohort.size and cohort.over_selection == 1.0
+    if not fixed or cohort.strategy != "uniform" or job.round.mode != "synchronous":
+        raise ConfigError(
+            f'{_EF21}: set cohort.size and cohort.minimum to their number, strategy = "uniform", '
+            'over_selection = 1 and round.mode = "synchronous", or feedback = "on"',
+            key=("transfer", "feedback"),
+        )
+    if table.rule != "mean" or table.pre or table.weighting not in ("uniform", "custom"):
+        raise ConfigError(
+            f'{_EF21}, each with the same weight: set aggregation.rule = "mean" without pre, and weighting = '
+            '"uniform" or "custom"',
+            key=("transfer", "feedback"),
+        )
+    if table.validation.policy == "clip" or table.validation.norm_ratio != "off":
+        raise ConfigError(
+            f"{_EF21}, whole: differences of a silo may be longer than others'; set "
+            'aggregation.validation.norm_ratio = "off" and leave policy = "clip" out',
+            key=("transfer", "feedback"),
+        )
+    if not isinstance(job.privacy, NoPrivacy):
+        raise PrivacyError(
+            f"{_EF21}, and under privacy.level = {job.privacy.level!r} no single round's noise or masks "
+            'cover what is added up over rounds: set feedback = "off"'
+        )
 
 
 def _check_private(job: JobConfig, traits: Traits, said: str) -> None:

@@ -17,6 +17,7 @@ from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
 from roundtable.engine.validation.down_composition import check_down_layout
 from roundtable.engine.validation.kept_composition import check_kept_layout
+from roundtable.engine.validation.transfer_composition import check_cohort_is_all
 from roundtable.server.door.from_operators import CONFIG_CHARACTERS
 from roundtable.server.door.to_agents import SignedSubmission
 from roundtable.server.jobs.actions import JobActions, JobParts
@@ -87,6 +88,7 @@ def plan_of(
     plan = make_plan(job, population, slices, worst_charges(job.privacy, spent)).over(layout)
     check_down_layout(job, layout)
     check_kept_layout(job, layout)
+    check_cohort_is_all(job, population)
     if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
         check_all(budgets_of(job.privacy, whose), spent, charge)
     return plan

@@ -332,6 +332,21 @@ def test_error_feedback_brings_back_what_an_encoding_dropped(run, up):
     assert distance["auto"] < distance["off"]
 
 
+def test_ef21_and_momentum_go_on_from_what_clients_and_server_remember(run, tmp_path):
+    """A resumed run ends with the same bits: g, u and e are in the checkpoint, and the server's G."""
+    fixed = {
+        "cohort": {"size": 5, "minimum": 5},
+        "aggregation": {"weighting": "uniform", "validation": {"norm_ratio": "off"}},
+        "transfer": {"up": "topk(ratio=0.2)", "feedback": "ef21"},
+    }
+    corrected = {"transfer": {"up": "topk(ratio=0.05, warmup=2) | int8 | zstd", "momentum": 0.5}}
+    for name, job in (("ef21", fixed), ("momentum", corrected)):
+        whole = run(**job, rounds=4)
+        run(**job, rounds=2, _run_dir=tmp_path / name)
+        resumed = run(**job, rounds=4, _run_dir=tmp_path / name, _resume=True)
+        assert torch.equal(resumed.model.vector, whole.model.vector)
+
+
 def test_what_does_not_go_together_is_refused_before_round_1(run):
     with pytest.raises(ConfigError, match="would see mostly zeros"):
         run(rounds=1, transfer__up="randomk(ratio=0.1)", aggregation__rule="median")

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundtable.core.encodings import GRID, Encoding, StreamKey, compiled, get_encoding
@@ -39,7 +39,7 @@ CHAINS = [
     "topk(ratio=0.01) | int8",
     "topk(threshold=0.5) | nf4",
     "topk(ratio=1.0) | sign",
-    "topk(ratio=0.05, per=layer)",
+    "topk(ratio=0.05, per=layer, warmup=5)",
     "lowrank(rank=2)",
     "float32 | zstd",
     "int4 | zstd(level=3)",
@@ -78,6 +78,7 @@ def values(count: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chain", CHAINS)
+@settings(max_examples=40)
 @given(count=st.integers(0, 70) | st.integers(4000, 9000), seed=st.integers(0, 99))
 def test_kernels_and_torch_write_and_read_the_same_bits(chain: str, count: int, seed: int) -> None:
     encoding, vector = encoding_over(chain, count), values(count, seed)
@@ -94,6 +95,7 @@ def test_kernels_and_torch_write_and_read_the_same_bits(chain: str, count: int, 
 
 
 @pytest.mark.parametrize("chain", DETERMINISTIC)
+@settings(max_examples=40)
 @given(count=st.integers(1, 70) | st.integers(4000, 5000), seed=st.integers(0, 99))
 def test_the_error_and_the_lengthening_are_within_what_is_stated(chain: str, count: int, seed: int) -> None:
     encoding, vector, out = encoding_over(chain, count), values(count, seed), torch.empty(count)
@@ -143,6 +145,25 @@ def test_per_layer_the_largest_of_each_tensor_are_taken_across_frames() -> None:
         assert torch.equal(layout.unflatten(out)[name], expected)
     with pytest.raises(EncodingError, match="chooses in each tensor"):
         get_encoding("topk(ratio=0.01, per=layer)").size_bound(layout.size)
+
+
+def test_a_warm_up_comes_down_to_the_ratio_and_no_earlier_round_may_send_as_much() -> None:
+    encoding, vector, out = (
+        get_encoding("topk(ratio=0.001, warmup=4)"),
+        values(10_000, 1),
+        torch.empty(10_000),
+    )
+    shares = []
+    for number in range(1, 8):
+        key = StreamKey(1, "a", number)
+        data = b"".join(encoding.encode(vector, key))
+        encoding.decode(data, out, key)
+        shares.append(int((out != 0).sum()) / 10_000)
+        with pytest.raises(EncodingError, match="of the update's are left"):
+            encoding.decode(
+                b"".join(encoding.encode(vector, StreamKey(1, "a", 1))), out, StreamKey(1, "a", 9)
+            )
+    assert shares == pytest.approx([0.25, 0.0629, 0.0158, 0.004, 0.001, 0.001, 0.001], abs=1e-4)
 
 
 @pytest.mark.parametrize("per", ["vector", "layer"])

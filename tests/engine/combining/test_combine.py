@@ -375,3 +375,39 @@ def test_the_charge_states_the_rate_that_the_sampler_uses(probability: float) ->
     charge = make_plan(table, population=1000).charge_of(1)
     assert charge is not None
     assert charge.rate == pytest.approx(probability, rel=1e-12)
+
+
+EF21 = """
+[cohort]
+size = 2
+minimum = 2
+[aggregation]
+weighting = "uniform"
+[aggregation.validation]
+norm_ratio = "off"
+[transfer]
+up = "topk(ratio=0.5)"
+feedback = "ef21"
+"""
+
+
+def test_ef21_adds_the_mean_of_the_differences_to_what_was_sent_before(tmp_path: Path) -> None:
+    """The model moves by G, the mean of all that each silo has sent; the state goes on as an artifact."""
+    plan = make_plan(job(EF21), population=2)
+    model, state, sent = torch.zeros(2), initial_server_state(plan, 2), torch.zeros(2, 2)
+    expected = torch.zeros(2)
+    for number, rows in enumerate(torch.randn(4, 2, 2, generator=torch.Generator().manual_seed(0)), start=1):
+        (tmp_path / "state").write_bytes(b"".join(state.blocks()))
+        stored = ServerState.from_model(open_model(tmp_path / "state"))
+        result = run(plan, rows, model, stored, number)
+        model, state = result.vector, result.state
+        sent += rows
+        expected += sent.mean(0)
+        torch.testing.assert_close(model, expected)
+        torch.testing.assert_close(state.estimate, sent.mean(0))
+    assert state.silos == ("silo-0", "silo-1")
+    with pytest.raises(AggregationError, match="silo-2 was in one of the two last only"):
+        run(plan, torch.zeros(3, 2), model, state, 5)
+    broken = torch.tensor([[1.0, 1.0], [float("nan"), 1.0]])
+    with pytest.raises(AggregationError, match="and that of silo-1 is out"):
+        run(plan, broken, model, state, 5)

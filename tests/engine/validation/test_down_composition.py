@@ -21,6 +21,8 @@ from roundtable.engine.validation.down_composition import check_down_layout
             "beside the model",
         ),
         ('[transfer]\ndown = "int4(rounding=stochastic)"', "comes nearer"),
+        ('[transfer]\ndown = "lowrank"', "comes nearer"),
+        ('[transfer]\ndown = "topk(ratio=0.01, warmup=3)"', "no round to warm up by"),
     ],
 )
 def test_what_does_not_converge_is_refused(table: str, words: str) -> None:
