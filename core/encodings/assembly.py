@@ -15,6 +15,7 @@ from roundtable.core.encodings.block_tables import BlockTable
 from roundtable.core.encodings.chain import StageText, parse_chain
 from roundtable.core.encodings.codec import Codec, CodecEncoding
 from roundtable.core.encodings.composed.low_rank import LowRank, LowRankTable
+from roundtable.core.encodings.composed.multi_level import MultiLevel, MultiLevelTable
 from roundtable.core.encodings.composed.packing import Packed, ZstdTable
 from roundtable.core.encodings.dense import Dense, NoParameters
 from roundtable.core.encodings.encoding import Encoding
@@ -59,6 +60,7 @@ CHOOSING: dict[str, tuple[Callable[..., Encoding], type[Table]]] = {
 
 
 PACKING = "zstd"
+BY_TENSOR = "multilevel"
 
 
 def canonical(chain: object) -> str:
@@ -85,6 +87,10 @@ def get_encoding(chain: str, folder: Path | None = None) -> Encoding:
     if last.name == PACKING:
         return _packed(chain, before, last, folder)
     first, *rest = stages
+    if first.name == BY_TENSOR:
+        if rest:
+            raise EncodingError(f"{rest[0].name!r} cannot follow {BY_TENSOR}, which writes its values itself")
+        return MultiLevel(chain, parameters(first, MultiLevelTable))
     codecs = [_codec(stage) for stage in rest]
     if first.name in CHOOSING:
         if len(codecs) > 1:
@@ -115,7 +121,7 @@ def _codec(stage: StageText) -> Codec:
         if stage.name in CHOOSING:
             raise EncodingError(f"{stage.name!r} chooses what is sent, and goes before what writes it")
         raise EncodingError(
-            f"unknown encoding {stage.name!r}; known: {', '.join((*CODECS, *CHOOSING, PACKING))}"
+            f"unknown encoding {stage.name!r}; known: {', '.join((*CODECS, *CHOOSING, BY_TENSOR, PACKING))}"
         )
     return kind.make(parameters(stage, kind.table))
 

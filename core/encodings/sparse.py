@@ -149,11 +149,13 @@ class LargestValues(Encoding):
 
     factor = 1.0
 
-    def __init__(self, chain: str, table: TopKTable, codec: Codec, layout: Layout | None = None) -> None:
+    def __init__(
+        self, chain: str, table: TopKTable, codec: Codec, sizes: Sequence[int] | None = None
+    ) -> None:
         self.chain = chain
         self.table = table
         self.codec = codec
-        self._tensors = None if layout is None else [spec.size for spec in layout.averaged if spec.size]
+        self._tensors = sizes
         self.traits = Traits(
             "bounded",
             self._worst,
@@ -166,7 +168,8 @@ class LargestValues(Encoding):
 
     @override
     def over(self, layout: Layout) -> LargestValues:
-        return LargestValues(self.chain, self.table, self.codec, layout)
+        sizes = [spec.size for spec in layout.averaged if spec.size]
+        return LargestValues(self.chain, self.table, self.codec, sizes)
 
     def most(self, elements: int, round: int) -> int:
         """How many values may be sent in a round."""

@@ -14,8 +14,15 @@ from typing_extensions import override
 
 from roundtable.core.encodings import compiled
 from roundtable.core.encodings.block_tables import refusal
-from roundtable.core.encodings.codec import Codec
-from roundtable.core.encodings.composed.runs import CodecRun, Run, RunReader, codec_run, tensors_of, whole_run
+from roundtable.core.encodings.codec import Codec, CodecReader
+from roundtable.core.encodings.composed.runs import (
+    BufferedRun,
+    RunReader,
+    ValueRun,
+    codec_run,
+    tensors_of,
+    whole_run,
+)
 from roundtable.core.encodings.encoding import (
     GRID,
     NO_KEY,
@@ -128,10 +135,10 @@ class LowRank(Encoding):
     def reader(self, source: ByteSource, elements: int, key: StreamKey = NO_KEY) -> VectorReader:
         return RunReader(self._runs(source, elements))
 
-    def _runs(self, source: ByteSource, elements: int) -> Iterator[tuple[int, Run]]:
+    def _runs(self, source: ByteSource, elements: int) -> Iterator[tuple[int, ValueRun]]:
         for matrix in self._matrices(elements):
             if not matrix.rank:
-                yield matrix.size, CodecRun(self.codec, source, matrix.size)
+                yield matrix.size, BufferedRun(CodecReader(self.codec, source), matrix.size)
                 continue
             left = whole_run(self.codec, source, matrix.rows * matrix.rank)
             right = whole_run(self.codec, source, matrix.rank * matrix.columns)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roundtable.core.encodings.codec import Codec
-from roundtable.core.encodings.encoding import BLOCK_ELEMENTS, GRID, ByteSource
+from roundtable.core.encodings.encoding import BLOCK_ELEMENTS, GRID, ByteSource, VectorReader
 from roundtable.core.errors import EncodingError
 from roundtable.core.layout import Layout
 from roundtable.core.tensor_spec import TensorSpec
@@ -18,7 +18,7 @@ from roundtable.core.tensor_spec import TensorSpec
 _AT_A_TIME = 8 * GRID
 
 
-class Run(Protocol):
+class ValueRun(Protocol):
     """Values of a run in order, as many at a time as somebody asks for."""
 
     def read(self, out: Tensor) -> None:
@@ -28,10 +28,10 @@ class Run(Protocol):
 class RunReader:
     """A VectorReader over (values, run) in order; a run is not begun before its first value is asked for."""
 
-    def __init__(self, runs: Iterator[tuple[int, Run]]) -> None:
+    def __init__(self, runs: Iterator[tuple[int, ValueRun]]) -> None:
         self._runs = runs
         self._left = 0
-        self._run: Run | None = None
+        self._run: ValueRun | None = None
 
     def read(self, out: Tensor) -> None:
         at = 0
@@ -44,12 +44,11 @@ class RunReader:
             at, self._left = at + count, self._left - count
 
 
-class CodecRun:
-    """A run of `count` values that a codec wrote; at most 64 K of them are held."""
+class BufferedRun:
+    """A run of `count` values of a reader that is asked for whole grids; at most 64 K of them are held."""
 
-    def __init__(self, codec: Codec, source: ByteSource, count: int) -> None:
-        self._codec = codec
-        self._source = source
+    def __init__(self, reader: VectorReader, count: int) -> None:
+        self._reader = reader
         self._left = count
         self._held = torch.empty(0)
 
@@ -57,11 +56,23 @@ class CodecRun:
         at = 0
         while at < len(out):
             if not len(self._held):
-                self._held = whole_run(self._codec, self._source, min(self._left, _AT_A_TIME))
+                self._held = torch.empty(min(self._left, _AT_A_TIME))
+                self._reader.read(self._held)
                 self._left -= len(self._held)
             count = min(len(self._held), len(out) - at)
             out[at : at + count] = self._held[:count]
             at, self._held = at + count, self._held[count:]
+
+
+class HeldRun:
+    """A run of values that are there already."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def read(self, out: Tensor) -> None:
+        out.copy_(self._values[: len(out)])
+        self._values = self._values[len(out) :]
 
 
 def whole_run(codec: Codec, source: ByteSource, count: int) -> Tensor:

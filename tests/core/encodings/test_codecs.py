@@ -40,6 +40,8 @@ CHAINS = [
     "topk(threshold=0.5) | nf4",
     "topk(ratio=1.0) | sign",
     "topk(ratio=0.05, per=layer, warmup=5)",
+    "multilevel(small=20, large=300, ratio=0.1)",
+    "multilevel(small=0, large=4000, variance=0, threshold=0.5) | zstd",
     "lowrank(rank=2)",
     "float32 | zstd",
     "int4 | zstd(level=3)",
