@@ -81,6 +81,8 @@ strategy = "poisson"
 probability = 0.5
 [aggregation]
 weighting = "uniform"
+[evaluation]
+every = 0
 [privacy]
 level = "client"
 clip_norm = 1.0
