@@ -335,7 +335,7 @@ def test_error_feedback_brings_back_what_an_encoding_dropped(run, up):
 def test_ef21_and_momentum_go_on_from_what_clients_and_server_remember(run, tmp_path):
     """A resumed run ends with the same bits: g, u and e are in the checkpoint, and the server's G."""
     fixed = {
-        "cohort": {"size": 5, "minimum": 5},
+        "cohort": {"size": 8, "minimum": 8},
         "aggregation": {"weighting": "uniform", "validation": {"norm_ratio": "off"}},
         "transfer": {"up": "topk(ratio=0.2)", "feedback": "ef21"},
     }
