@@ -361,7 +361,7 @@ def load_job(path: AnyPath, overrides: Mapping[str, Any] | None = None) -> JobCo
 
 def job_document(path: AnyPath, overrides: Mapping[str, Any] | None = None) -> TomlDocument:
     """A job file with other values at some dotted keys, not checked yet. Raises ConfigError."""
-    return _overridden(read_toml(Path(path)), overrides)
+    return overridden(read_toml(Path(path)), overrides)
 
 
 def read_job(document: TomlDocument, folder: Path | None = None) -> JobConfig:
@@ -374,10 +374,11 @@ def override_job(job: JobConfig, overrides: Mapping[str, Any] | None) -> JobConf
     if not overrides:
         return job
     values = job.model_dump(mode="json", exclude_unset=True)
-    return read_job(_overridden(TomlDocument(values, "job", ""), overrides))
+    return read_job(overridden(TomlDocument(values, "job", ""), overrides))
 
 
-def _overridden(document: TomlDocument, overrides: Mapping[str, Any] | None) -> TomlDocument:
+def overridden(document: TomlDocument, overrides: Mapping[str, Any] | None) -> TomlDocument:
+    """The document with other values at some dotted keys."""
     if any(key.startswith("task.") for key in overrides or ()):
         document.values["task"] = named_task(document.values.get("task", {}))
     for key, value in (overrides or {}).items():

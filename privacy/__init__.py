@@ -4,7 +4,7 @@ Pure code: no network, no database. Importing this is cheap; accountants, Opacus
 by the functions that need them.
 """
 
-from roundtable.privacy.accounting.accountants import compose, merged, relation_of
+from roundtable.privacy.accounting.accountants import LEAST_DRAWN_NOISE, compose, merged, relation_of
 from roundtable.privacy.accounting.calibration import solve_noise, solve_steps
 from roundtable.privacy.accounting.charge import Charge, gaussian_charge, local_gaussian_charge
 from roundtable.privacy.accounting.delta import check_delta
@@ -37,6 +37,7 @@ from roundtable.privacy.secure_round import SecureMean, SecureRound, fewest_surv
 from roundtable.privacy.statement import account_statement, statement
 
 __all__ = [
+    "LEAST_DRAWN_NOISE",
     "AdaptiveClip",
     "Banded",
     "Budget",

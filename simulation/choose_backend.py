@@ -23,12 +23,12 @@ def make_backend(world: World) -> tuple[Backend, str]:
     wanted, workers = world.job.simulation.backend, world.job.simulation.workers
     mixed(world)
     if wanted == "sequential":
-        return make_local("sequential", world, device=_device(world)), "chosen by the job"
+        return make_local("sequential", world, device=device_of(world)), "chosen by the job"
     if wanted == "processes":
-        return Processes(world, workers or cores(), device=_device(world)), "chosen by the job"
+        return Processes(world, workers or cores(), device=device_of(world)), "chosen by the job"
     if wanted == "ray":
         return RayCluster(world), "chosen by the job"
-    device = _device(world)
+    device = device_of(world)
     if wanted == "stacked":
         return _spread(world, "stacked", workers, "chosen by the job", device)
     inner = "stacked" if device == "cuda" else "vectorised"
@@ -60,7 +60,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _device(world: World) -> str:
+def device_of(world: World) -> str:
+    """What the clients train on: "cuda" or "cpu". Raises ResourceError where that is not here."""
     wanted = world.job.simulation.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ResourceError(

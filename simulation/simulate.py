@@ -42,6 +42,7 @@ from roundtable.simulation.choose_backend import make_backend
 from roundtable.simulation.cross_site import check_cross_site
 from roundtable.simulation.cross_site import cross_site as measure_cross_site
 from roundtable.simulation.driver import Driver
+from roundtable.simulation.first_trial import first_oddities
 from roundtable.simulation.reporting.comparison import flat
 from roundtable.simulation.reporting.cross_table import CrossTable
 from roundtable.simulation.reporting.history import History
@@ -128,6 +129,9 @@ def simulate(
         if run is not None and (last := run.last(world.initial)) is not None:
             listener.taken_up(last[1])
             driver.resume(last[0], last[1].records)
+        else:
+            for odd in first_oddities(world):
+                listener.note(Note("odd_task", f"warning: {odd.says}"), 0.0)
         driver.run()
         history = History(tuple(driver.history), tuple(listener.seconds))
         models = keeper.models(len(history), partial(whole_model, job, world.task))

@@ -32,6 +32,7 @@ from roundtable.cli.shared.output import say, say_error, show_error
 from roundtable.cli.silo.client import client
 from roundtable.cli.simulate import simulate
 from roundtable.cli.sweep import compare, sweep
+from roundtable.cli.task import task
 from roundtable.cli.version import version
 from roundtable.core import extras
 from roundtable.core.errors import (
@@ -91,6 +92,7 @@ for command in (
     server,
     simulate,
     sweep,
+    task,
     token,
     version,
 ):

@@ -13,6 +13,7 @@ from roundtable.core.privacy_table import (
     has_secret_cohorts,
     masking_of,
 )
+from roundtable.privacy import LEAST_DRAWN_NOISE
 
 
 def check_soundness(job: JobConfig, aggregation: AggregationConfig) -> None:
@@ -39,10 +40,26 @@ def check_soundness(job: JobConfig, aggregation: AggregationConfig) -> None:
             "evaluation.every = 0 and leave out stop.metric, or state that the silos' test data are public "
             "by privacy.public_evaluation = true"
         )
+    _check_drawn_noise(job, privacy)
     if isinstance(privacy, ExampleLevel):
         _check_example_level(job)
     else:
         _check_client_level(job, aggregation, privacy)
+
+
+def _check_drawn_noise(job: JobConfig, privacy: Private) -> None:
+    """Refuses noise under which a sample hides nothing: no accountant tells its epsilon in time."""
+    noise = privacy.noise_multiplier
+    drawn = isinstance(privacy, ExampleLevel) or (
+        job.cohort.strategy == "poisson" and has_secret_cohorts(privacy)
+    )
+    if drawn and noise is not None and noise < LEAST_DRAWN_NOISE:
+        raise PrivacyError(
+            f"privacy.noise_multiplier = {noise:g}: nobody is protected by so little noise. One step that a "
+            f"unit takes part in costs an epsilon above {1 / (2 * noise * noise):.3g}, and drawing units by "
+            f"chance hides nothing of it; give at least {LEAST_DRAWN_NOISE:g} (about 0.5 is the least that "
+            'is of use), give a budget as epsilon, or set level = "none"'
+        )
 
 
 def _check_client_level(job: JobConfig, aggregation: AggregationConfig, privacy: Private) -> None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 _COARSE, _FINE = 1e-3, 1e-4
+LEAST_DRAWN_NOISE = 0.15
+"""Under less noise a step's ε is above forty, and its loss distribution takes minutes: a Poisson sample is
+then charged as everybody, which bounds it."""
 
 
 def compose(charges: Iterable[Charge], delta: float, accountant: str = "pld") -> float:
@@ -93,6 +96,16 @@ def _numeric_epsilon(charges: Sequence[Charge], delta: float, relation: str, acc
     plain, sampled = _plain_multiplier(charges, relation), [c for c in charges if _amplified(c)]
     if not sampled:
         return gaussian_epsilon(plain, delta)
+    if plain < LEAST_DRAWN_NOISE:
+        # Its loss distribution would take too long; δ shared between the two is a bound as well.
+        half = delta / 2.0
+        return gaussian_epsilon(plain, half) + _sampled_epsilon(math.inf, sampled, half, relation, accountant)
+    return _sampled_epsilon(plain, sampled, delta, relation, accountant)
+
+
+def _sampled_epsilon(
+    plain: float, sampled: Sequence[Charge], delta: float, relation: str, accountant: str
+) -> float:
     if accountant == "prv":
         return _prv_epsilon(plain, sampled, delta, relation)
     coarse = _distribution_epsilon(plain, sampled, delta, relation, _COARSE)
@@ -127,7 +140,13 @@ def sampled_loss(charge: Charge, relation: str, interval: float) -> PrivacyLossD
 def _amplified(charge: Charge) -> bool:
     if charge.sampling == "fixed_size":
         return charge.sample < charge.population and charge.noise_multiplier >= LEAST_NOISE
-    return charge.sampling == "poisson" and charge.rate < 1.0
+    return is_drawn(charge)
+
+
+def is_drawn(charge: Charge) -> bool:
+    """Whether Poisson sampling amplifies the charge, as far as that is reckoned."""
+    drawn = charge.sampling == "poisson" and charge.rate < 1.0
+    return drawn and charge.noise_multiplier >= LEAST_DRAWN_NOISE
 
 
 def _plain_multiplier(charges: Iterable[Charge], relation: str) -> float:

@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 
 from roundtable.core.errors import PrivacyError
-from roundtable.privacy.accounting.accountants import compose, sampled_loss
+from roundtable.privacy.accounting.accountants import LEAST_DRAWN_NOISE, compose, sampled_loss
 from roundtable.privacy.accounting.charge import Charge
 
 _INTERVAL = 1e-3
@@ -44,7 +44,7 @@ def epsilon_over_draws(charge: Charge, probability: float, rounds: int, delta: f
     if (charge.mechanism, charge.unit, charge.relation) != ("gaussian", "example", "add_remove"):
         raise PrivacyError("the draw of silos is only accounted for DP-SGD inside them")
     always = compose([charge.repeated_by(rounds)], delta)
-    if probability == 1.0 or always == 0.0:
+    if probability == 1.0 or always == 0.0 or charge.noise_multiplier < LEAST_DRAWN_NOISE:
         return always
     counts, chances, rest = _times_drawn(probability, rounds, delta * _REST)
     one = sampled_loss(charge, "add_remove", _INTERVAL)

@@ -16,7 +16,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from roundtable.core.errors import PrivacyError
-from roundtable.privacy.accounting.accountants import compose, merged, relation_of
+from roundtable.privacy.accounting.accountants import (
+    LEAST_DRAWN_NOISE,
+    compose,
+    is_drawn,
+    merged,
+    relation_of,
+)
 from roundtable.privacy.accounting.charge import Charge
 
 if TYPE_CHECKING:
@@ -37,18 +43,16 @@ def group_epsilon(charges: Iterable[Charge], size: int, delta: float) -> float:
     if size == 1:
         return compose(kept, delta)
     relation = relation_of(kept)
-    drawn = [each for each in kept if relation == "add_remove" and _is_drawn(each)]
+    drawn = [each for each in kept if relation == "add_remove" and is_drawn(each) and each.groups == 1]
     certain = [_together(each, size, relation) for each in kept if each not in drawn]
     if not drawn:
         return compose(certain, delta)
-    if any(each.mechanism != "gaussian" for each in certain):
-        return compose(certain, delta / 2) + _drawn_epsilon(drawn, math.inf, size, delta / 2)
+    gaussian = all(each.mechanism == "gaussian" for each in certain)
     total = sum(each.steps / each.noise_multiplier**2 for each in certain)
-    return _drawn_epsilon(drawn, total**-0.5 if total else math.inf, size, delta)
-
-
-def _is_drawn(charge: Charge) -> bool:
-    return charge.sampling == "poisson" and charge.rate < 1.0 and charge.groups == 1
+    plain = total**-0.5 if total else math.inf
+    if not gaussian or plain < LEAST_DRAWN_NOISE:
+        return compose(certain, delta / 2) + _drawn_epsilon(drawn, math.inf, size, delta / 2)
+    return _drawn_epsilon(drawn, plain, size, delta)
 
 
 def _together(charge: Charge, size: int, relation: str) -> Charge:

@@ -37,6 +37,7 @@ def test_help_lists_every_command(roundtable: Command) -> None:
         "server",
         "simulate",
         "sweep",
+        "task",
     ):
         assert f"  {name} " in said.out
 
@@ -308,6 +309,25 @@ def test_simulate(roundtable: Command, job_file: Path, tmp_path: Path) -> None:
     lines = roundtable("simulate", job_file).out
     assert "round 2/2" in lines
     assert "finished" in lines
+
+
+def test_a_task_is_tried_and_explained(roundtable: Command, job_file: Path) -> None:
+    task = job_file.parent / "small.py"
+    said = roundtable("task", "check", task)
+    assert said.code == 0, said.err
+    assert "4 to train on, no test data; a batch of 32: [4, 2] float32, [4, 1] float32" in said.out
+    assert "One thing is odd:\n  1. data() asks neither site.shard(labels) nor" in said.out
+    wrong = task.with_name("wrong.py")
+    wrong.write_text(task.read_text().replace("torch.ones(4, 2)", "{}[site.name]"))
+    failed = roundtable("task", "check", f"{wrong}:Small", "--job", job_file, "--client", 1, "--json")
+    assert failed.code == 1
+    found = json.loads(failed.out)
+    assert (found["client"], found["failed"], found["odd"][0]["about"]) == ("client-1", "data", "data")
+    assert "KeyError: 'client-1' (wrong.py, line 4, in data)" in found["odd"][0]["says"]
+    nobody = roundtable("task", "check", task, "--job", job_file, "--client", 2)
+    assert (nobody.code, nobody.err.count("\n")) == (2, 1)
+    assert "--client 2: simulation.clients = 2, so the last one is 1" in nobody.err
+    assert roundtable("task", "check", task, "--set", "algorithm.steps=none").code == 2
 
 
 def test_a_simulation_goes_on_after_ctrl_c(roundtable: Command, job_file: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from roundtable.privacy import (
     accountant_for,
     compose,
     gaussian_charge,
+    group_epsilon,
     local_gaussian_charge,
     solve_noise,
     solve_steps,
@@ -81,6 +83,17 @@ def test_a_sample_of_a_fixed_size_has_the_divergence_of_the_mixture(multiplier: 
         pair = (mixed, near) if epsilon >= 0 else (near, mixed)
         expected = np.maximum(pair[0] - math.exp(epsilon) * pair[1], 0.0).sum() * 1e-4
         assert value == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_little_noise_is_charged_as_without_sampling_and_in_no_time(size: int) -> None:
+    """Its loss distribution would take hours. Beside other noise too, drawn or not."""
+    drawn = Charge("gaussian", "client", "poisson", (("update", 1e-3),), rate=0.1)
+    certain = replace(drawn, sampling="none", rate=1.0)
+    usual = Charge("gaussian", "client", "poisson", (("update", 1.0),), rate=0.1, steps=3)
+    alone, beside = group_epsilon([drawn], size, 1e-5), group_epsilon([drawn, usual], size, 1e-5)
+    assert alone == group_epsilon([certain], size, 1e-5) > 5e5
+    assert alone < beside < alone + group_epsilon([usual], size, 1e-6) + 0.01 * alone
 
 
 @pytest.mark.parametrize(

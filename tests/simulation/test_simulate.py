@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundtable.core import load_task, open_model
+from roundtable.core import Site, load_task, open_model
 from roundtable.core.errors import ConfigError, ResourceError, RoundtableError, StorageError, TaskError
 from roundtable.simulation import simulate
 
@@ -87,10 +87,18 @@ def test_a_failing_client_is_named_and_the_round_goes_on(run):
     assert reason.endswith(", in data)")
 
 
-@pytest.mark.parametrize("backend", ["sequential", "processes", "vectorised"])
-def test_a_mistake_that_all_clients_meet_ends_the_run_with_its_traceback(make_job, tmp_path, backend):
+@pytest.mark.parametrize(
+    ("task", "backend"),
+    [
+        ("Unlearnable", "vectorised"),
+        ("LearnableOnce", "sequential"),
+        ("LearnableOnce", "processes"),
+        ("LearnableOnce", "vectorised"),
+    ],
+)
+def test_a_mistake_that_all_clients_meet_ends_the_run_with_its_traceback(make_job, tmp_path, task, backend):
     """Not asked again and again; and nothing that did not train leaves a model, a table or a curve."""
-    job = make_job("Unlearnable", simulation__backend=backend, simulation__workers=2)
+    job = make_job(task, simulation__backend=backend, simulation__workers=2, algorithm__batch_size=9)
     with pytest.raises(TaskError) as told:
         simulate(job, folder=HERE, run_dir=tmp_path / "run")
     said = str(told.value)
@@ -107,15 +115,43 @@ def test_when_too_many_fail_the_job_pauses_with_the_reason(run):
     assert "crashed in training" in result.reason
 
 
-def test_a_metric_that_fails_at_every_client_pauses_the_run_with_the_reason(make_job, tmp_path):
-    class Unmeasured(Perceptron):
-        def metrics(self, model, batch):
-            raise ValueError("no column 'outcome'")
+@pytest.mark.parametrize("measured", [0, 1])
+def test_a_metric_that_fails_at_every_client_fails_the_run(make_job, measured):
+    """Before round 1, where one batch shows it, and else behind the round that shows it."""
 
+    class Unmeasured(Perceptron):
+        calls = 0
+
+        def metrics(self, model, batch):
+            self.calls += 1
+            if self.calls > measured:
+                raise ValueError("no column 'outcome'")
+            return super().metrics(model, batch)
+
+    if not measured:
+        with pytest.raises(TaskError, match=r"each of the 3 clients .* client-0: metrics\(\) does"):
+            simulate(make_job(), Unmeasured())
+        simulate(make_job(evaluation__every=0), Unmeasured())
+        return
     result = simulate(make_job(), Unmeasured())
     assert (result.status, len(result.history)) == ("paused", 1)
     assert "no client could evaluate the model of round 1; client-0: " in result.reason
     assert "ValueError: no column 'outcome'" in result.reason
+
+
+def test_what_is_odd_of_a_task_is_said_before_the_first_round(make_job, tmp_path):
+    class Everyones(Perceptron):
+        def data(self, site):
+            return super().data(Site("all"))
+
+    heard = []
+    simulate(make_job(rounds=1), Everyones(), run_dir=tmp_path / "run", progress=heard.append)
+    notes = [event.note for event in heard if event.note is not None]
+    assert notes[0].kind == "odd_task"
+    assert notes[0].message.startswith("warning: data() asks neither site.shard(labels) nor site.index")
+    resumed = []
+    simulate(make_job(rounds=2), Everyones(), run_dir=tmp_path / "run", resume=True, progress=resumed.append)
+    assert not [event for event in resumed if event.note is not None and event.note.kind == "odd_task"]
 
 
 def test_more_clients_a_round_than_exist_are_refused(run):

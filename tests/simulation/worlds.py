@@ -131,6 +131,15 @@ class Unlearnable(Perceptron):
         raise ValueError("no label 'outcome'")
 
 
+class LearnableOnce(Perceptron):
+    """Its loss has a bug that only a batch that is not full meets."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[1]) < 9:
+            raise ValueError("no label 'outcome'")
+        return super().loss(model, batch)
+
+
 class _Locked(Dataset[Any]):
     """A data set that cannot be pickled."""
 

@@ -117,3 +117,14 @@ def test_a_strategy_that_is_not_chance_amplifies_nothing(strategy: str) -> None:
         pytest.skip(f"{strategy}: {error}")
     assert charge is not None
     assert charge.sampling == "none"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_noise_too_small_for_a_sample_is_refused_at_once(level: str) -> None:
+    poisson = {"cohort": 'strategy = "poisson"\nprobability = 0.1'} if level == "client" else {}
+    privacy = SOUND["privacy"].replace("2.0", "0.001")
+    if level in ("client", "example"):
+        with pytest.raises(PrivacyError, match=r"noise_multiplier = 0\.001: nobody .* epsilon above 5e\+05"):
+            plan(level, privacy=privacy, **poisson)
+    else:
+        plan(level, privacy=privacy)

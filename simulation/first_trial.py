@@ -1,0 +1,97 @@
+"""One batch of one client before round 1, and of two more where that fails: what all share is the task's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundtable.client.first_batch.oddities import Oddity, oddities
+from roundtable.client.first_batch.trial import Trial, try_batch
+from roundtable.client.training.task_composition import check_task_with
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.config import JobConfig, job_document, overridden, read_job
+from roundtable.core.errors import ConfigError, NoExamples, TaskError
+from roundtable.core.initial_model import initial_model
+from roundtable.core.plugins.doors import foreign_trace
+from roundtable.core.task import Site, load_task
+from roundtable.core.toml import TomlDocument
+from roundtable.simulation.backend import World
+from roundtable.simulation.choose_backend import device_of
+from roundtable.simulation.world.partition import make_partition
+from roundtable.simulation.world.tables_check import check_tables
+
+
+def first_oddities(world: World) -> list[Oddity]:
+    """What is odd about the first client that has examples.
+
+    Raises TaskError with the task's traceback where its model, loss or metrics fail at each client that is
+    tried. Data that do not open are their client's failure, in its round.
+    """
+    tried: list[Trial] = []
+    for index in _some(world.job.simulation.clients):
+        trial = try_client(world, index)
+        if trial.act == "data" and trial.error is not None:
+            continue
+        tried.append(trial)
+        if not _fails(world, trial):
+            return oddities(trial, world.job)
+    if not tried:
+        return []
+    first = tried[0]
+    assert first.error is not None
+    said = oddities(first, world.job)[0].says
+    where = f"each of the {len(tried)} clients that were tried" if len(tried) > 1 else first.client
+    raise TaskError(
+        f"nothing was trained: the task fails at {where}. {first.client}: {said}\n"
+        f"{foreign_trace(first.error)}".rstrip()
+    )
+
+
+def try_client(world: World, index: int) -> Trial:
+    """One batch of client `index`, where clients train."""
+    simulation = world.job.simulation
+    partition = make_partition(simulation.partition, world.job.seed, world.folder)
+    site = Site(world.names[index], index, simulation.clients, simulation.data, partition=partition)
+    return try_batch(world.task, world.job, site, torch.device(device_of(world)))
+
+
+def _some(clients: int) -> list[int]:
+    """The first, the last and one in between: what they share is hardly their data."""
+    return sorted({0, clients // 2, clients - 1})
+
+
+def _fails(world: World, trial: Trial) -> bool:
+    """Whether a round of this client could give nothing; metrics that nobody asks for may do as they like."""
+    if trial.error is None or isinstance(trial.error, NoExamples):
+        return False
+    evaluation = world.job.evaluation
+    return trial.act != "metrics" or bool(evaluation.every or evaluation.bounds)
+
+
+def try_task(
+    reference: str, file: Path | None, overrides: Mapping[str, Any], index: int
+) -> tuple[JobConfig, Trial, list[Oddity]]:
+    """One batch of the task that `reference` names, with a job file's settings or their defaults.
+
+    Raises ConfigError or TaskError for a job or a task that cannot be read, or that has no such client.
+    """
+    document = TomlDocument({}, "job", "") if file is None else job_document(file)
+    folder = Path.cwd() if file is None else file.resolve().parent
+    given = document.values.get("task")
+    document.values["task"] = {**(given if isinstance(given, dict) else {}), "name": reference}
+    job = read_job(overridden(document, overrides), folder)
+    clients = job.simulation.clients
+    if index >= clients:
+        raise ConfigError(
+            f"--client {index}: simulation.clients = {clients}, so the last one is {clients - 1}"
+        )
+    check_tables(job, folder)
+    task = load_task(reference, Path.cwd(), parameters=job.task.parameters)
+    algorithm = make_algorithm(job.algorithm, folder)
+    world = World(job, task, initial_model(job, task, algorithm), None, folder)
+    check_task_with(algorithm, task, world.layout)
+    trial = try_client(world, index)
+    return job, trial, oddities(trial, job)

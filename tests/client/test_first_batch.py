@@ -1,0 +1,187 @@
+"""One batch of one client tells what is odd about a task, in words that name the remedy."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from roundtable.client.first_batch.oddities import oddities
+from roundtable.client.first_batch.trial import try_batch
+from roundtable.core import Site, Task, parse_job
+
+ROWS, CLASSES = 33, 4
+
+
+class Sound(Task):
+    """Points whose classes are sorted, as files often are."""
+
+    scale, frozen, shift = 1.0, False, 0
+
+    def model(self) -> nn.Module:
+        body = nn.Linear(6, 8).requires_grad_(not self.frozen)
+        return nn.Sequential(body, nn.Tanh(), nn.Linear(8, CLASSES))
+
+    def data(self, site: Site) -> Any:
+        labels = torch.arange(ROWS) * CLASSES // ROWS + self.shift
+        points = self.scale * torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(3))
+        mine = site.shard(labels)
+        return (points[mine], labels[mine]), (points[mine], labels[mine])
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1])
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+
+
+class OfBatches(Sound):
+    """The same examples as dictionaries of a map-style data set, by a DataLoader."""
+
+    def data(self, site: Site) -> Any:
+        (points, labels), _ = super().data(site)
+
+        class Rows(Dataset[Any]):
+            def __len__(self) -> int:
+                return len(labels)
+
+            def __getitem__(self, row: int) -> Any:
+                return {"x": points[row], "y": labels[row]}
+
+        return DataLoader(Rows(), num_workers=2), None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model(batch["x"]), batch["y"])
+
+
+class Summed(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+class DividedTwice(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) / len(batch[1])
+
+
+class Unscaled(Sound):
+    scale = 255.0
+
+    def model(self) -> nn.Module:
+        return nn.Linear(6, CLASSES)
+
+
+class FromOne(Sound):
+    shift = 1
+
+
+class Everyones(Sound):
+    def data(self, site: Site) -> Any:
+        return super().data(Site("all"))
+
+
+class Normed(Sound):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+
+
+class NormedDropping(Normed):
+    def data(self, site: Site) -> Any:
+        training, test = super().data(site)
+        return DataLoader(TensorDataset(*training), batch_size=16, drop_last=True), test
+
+
+class Frozen(Sound):
+    frozen = True
+
+
+class AllFrozen(Sound):
+    def model(self) -> nn.Module:
+        return super().model().requires_grad_(False)
+
+
+class Means(Sound):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"accuracy": (0.93, 1), "other": (float("nan"), len(batch[1]))}
+
+
+class Broadcast(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0])[:, :1], batch[1].float())
+
+
+class Unreduced(Sound):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class Unused(Sound):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.spare = nn.Parameter(torch.zeros(3))
+        return model
+
+
+class BrokenMetric(Sound):
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        raise KeyError("accuracy")
+
+
+class NoData(Sound):
+    def data(self, site: Site) -> Any:
+        return (torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64)), None
+
+
+def told(task: Task, job: str = "", clients: int = 2, rate: float = 0.1) -> dict[str, str]:
+    read = parse_job(f'task = "t"\n[algorithm]\nbatch_size = 16\nlearning_rate = {rate}\n{job}')
+    site = Site("client-0", 0, clients, {}, lambda labels, index, count: torch.arange(ROWS).numpy())
+    before = torch.get_rng_state()
+    trial = try_batch(task, read, site)
+    assert torch.equal(torch.get_rng_state(), before)
+    return {odd.about: odd.says for odd in oddities(trial, read)}
+
+
+@pytest.mark.parametrize("kind", [Sound, OfBatches, NormedDropping])
+def test_a_sound_task_is_not_odd(kind: type[Task]) -> None:
+    assert told(kind()) == {}
+
+
+@pytest.mark.parametrize(
+    ("task", "about", "says"),
+    [
+        (Summed(), "summed_loss", "twice as large.* seems to be a sum"),
+        (DividedTwice(), "summed_loss", "half as large"),
+        (Unscaled(), "loss", r"knows nothing of 4 classes would have about 1\.39"),
+        (FromOne(), "loss", "labels of this batch run from 1 to 4, .* gives 4 scores: .* subtract 1"),
+        (Everyones(), "shard", r"2 clients have the same data\. `mine = site\.shard"),
+        (Normed(), "batch_norm", "33 examples of client-0 leave one for the last batch of 16"),
+        (AllFrozen(), "gradient", "every weight of the model is frozen"),
+        (Means(), "mean_metric", "'accuracy' counts 1 for a batch of 33"),
+        (Means(), "metric", "'other' is nan"),
+        (Broadcast(), "warning", "target size"),
+        (Unreduced(), "loss", r"shape \[16\], not one value: take its mean"),
+        (Unused(), "gradient", "1 tensors that are trained had no part in the loss: 'spare'"),
+        (
+            BrokenMetric(),
+            "metrics",
+            r"metrics\(\) does not take a batch: KeyError: 'accuracy' \(test_first_b",
+        ),
+        (NoData(), "data", "client-0 has no training examples"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Task) else "",
+)
+def test_what_is_odd_is_said_with_its_remedy(task: Task, about: str, says: str) -> None:
+    assert re.search(says, told(task)[about])
+
+
+def test_settings_of_the_job_that_are_odd_for_the_task() -> None:
+    assert "frozen and travel each round" in told(Frozen(), '[model]\ntravel = "all"')["frozen"]
+    assert told(Frozen()) == {}
+    assert "lower algorithm.learning_rate" in told(Sound(), rate=1e4)["learning_rate"]
+    assert told(Sound(), "max_gradient_norm = 1e-3", rate=100.0) == {}
+    assert told(Everyones(), clients=1) == {}
