@@ -38,8 +38,9 @@ class StepWork:
     `config` is the job as it came, canonical JSON, and `job` the same, checked; `task` is the silo's own
     reference for it; `model` a verified artifact; `layout` the fingerprint that the update must have;
     `output` the file for the encoded update; `counted` the newest of the silo's training steps whose update
-    is in the model or in one before it. `trouble` hears of an incident that does not end the work: its kind
-    (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
+    is in the model or in one before it; `steps` those to take, where the coordinator gives them.
+    `trouble` hears of an incident that does not end the work: its kind (one of FAILURE_KINDS), a sentence
+    that may leave the silo, and what is done about it.
     """
 
     step: StepKey
@@ -51,6 +52,7 @@ class StepWork:
     layout: str
     output: Path
     counted: StepKey | None = None
+    steps: int | None = None
     trouble: Callable[[str, str, str], None] = field(default=lambda kind, detail, action: None, compare=False)
 
     @property

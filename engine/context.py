@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from roundtable.engine import messages as m
 from roundtable.engine.population import Population
 from roundtable.engine.selection import Candidate, Strategy
 from roundtable.engine.state import Attempt, ClientRecord, EngineState, hops_after
+from roundtable.engine.steps_by_speed import pace_missed, pace_seen, steps_by_pace
 
 MOST_TROUBLES = 8
 
@@ -58,11 +59,57 @@ class JobContext:
             if self.population.is_online(name):
                 self.mark(name, "available", now)
                 counted = self.counted(name)
+                steps = self.given(name) if attempt.phase == m.TRAIN else None
                 self.out.append(
-                    m.Instruct(name, attempt.step, model, attempt.deadline, cohort, counted, hops)
+                    m.Instruct(name, attempt.step, model, attempt.deadline, cohort, counted, hops, steps)
                 )
             else:
                 self.mark(name, "offline", now)
+
+    def assign(self, names: Collection[str], now: float) -> dict[str, int]:
+        """Gives clients that are asked now their steps, where these follow from speed; else nothing.
+
+        Once in a round: in another attempt, and when it comes back, a client has the same. How many they are
+        follows from how fast the others of the cohort are. The time of who is not there is not taken.
+        """
+        attempt, most = self.attempt(), self.job.algorithm.steps
+        if self.job.algorithm.work != "by_speed" or most is None:
+            return {}
+        paces = {name: self.record(name).pace for name in {*attempt.cohort, *names}}
+        found = steps_by_pace(paces, most)
+        for name in names:
+            record = self.record(name)
+            if record.given is None or record.given[0] != attempt.round:
+                record.given = (attempt.round, found[name])
+            record.asked = now if self.population.is_online(name) else None
+        return {name: steps for name in sorted(names) if (steps := self.given(name))}
+
+    def given(self, name: str) -> int | None:
+        """The steps that the client was given in this round by its speed."""
+        record, attempt = self.state.clients.get(name), self.state.attempt
+        if record is None or record.given is None or attempt is None or record.given[0] != attempt.round:
+            return None
+        return record.given[1]
+
+    def see_pace(self, name: str, now: float) -> None:
+        """The client has delivered its steps."""
+        record, steps = self.record(name), self.given(name)
+        if steps and record.asked is not None:
+            record.pace = pace_seen(record.pace, now - record.asked, steps)
+        record.asked = None
+
+    def miss_pace(self, name: str, now: float) -> None:
+        """The client had time enough and has not delivered."""
+        record, steps = self.record(name), self.given(name)
+        if steps and record.asked is not None:
+            record.pace = pace_missed(record.pace, now - record.asked, steps)
+        record.asked = None
+
+    def forget_time(self, names: Iterable[str]) -> None:
+        """What these take from now on tells nothing of their speed: they, or we, were not there meanwhile."""
+        for name in names:
+            if (record := self.state.clients.get(name)) is not None:
+                record.asked = None
 
     def counted(self, name: str) -> tuple[int, int] | None:
         """(round, attempt) of the client's newest update that is in the newest model, or in one before it."""

@@ -60,6 +60,7 @@ class Update:
 
     `loss` is the mean training loss over the `examples`; `metrics` are named (sum, count). `asked` is the
     (round, attempt) whose model it was trained from, where that may be another than it is combined in.
+    `steps`: those that the engine gave the client by its speed; None where the job says them for all.
     """
 
     client: str
@@ -68,6 +69,7 @@ class Update:
     loss: float | None = None
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     asked: tuple[int, int] | None = None
+    steps: int | None = None
 
     @property
     def digest(self) -> str:
@@ -275,6 +277,7 @@ class Instruct:
     themselves. `counted` is the (round, attempt) of the client's newest update that is in `model` or in a
     model before it: what that training left at the client is what it goes on from. `hops` lead from older
     models to newer ones, perhaps to `model`: a client that holds one of them need not be sent it whole.
+    `steps`: how many to take, where the client's speed says so; None where the job does.
     """
 
     client: str
@@ -284,6 +287,7 @@ class Instruct:
     cohort: tuple[str, ...] = field(default=(), compare=False, repr=False)
     counted: tuple[int, int] | None = None
     hops: tuple[Hop, ...] = field(default=(), compare=False, repr=False)
+    steps: int | None = None
 
 
 @dataclass(frozen=True)

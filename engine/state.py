@@ -28,6 +28,8 @@ class ClientRecord:
     """What is remembered of a client that was asked at least once.
 
     `counted`: (round, attempt) in which its newest update that is in a committed model was asked for.
+    By speed: `pace` is its seconds per step as far as known, `given` (round, steps) what it was last given,
+    `asked` when it was asked for them; None once it has answered, or where the time between tells nothing.
     """
 
     state: ClientState = "available"
@@ -38,6 +40,9 @@ class ClientRecord:
     last_round: int = 0
     examples: int | None = None
     counted: tuple[int, int] | None = None
+    pace: float | None = None
+    given: tuple[int, int] | None = None
+    asked: float | None = None
 
 
 @dataclass
@@ -219,8 +224,8 @@ def record_from_plain(plain: Mapping[str, Any]) -> RoundRecord:
 
 
 def _client(plain: Mapping[str, Any]) -> ClientRecord:
-    counted = plain["counted"]
-    return ClientRecord(**{**plain, "counted": tuple(counted) if counted else None})
+    pairs = {name: tuple(pair) for name in ("counted", "given") if (pair := plain.get(name))}
+    return ClientRecord(**{**plain, **pairs})
 
 
 def _attempt(plain: Mapping[str, Any]) -> Attempt:

@@ -923,8 +923,11 @@ class Train(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     IDENTITIES_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
     layout: builtins.str
     """BLAKE3 of the layout that the update must have."""
+    steps: builtins.int
+    """Steps to take, where the job gives them by speed; at most its own. 0 otherwise."""
     @property
     def model(self) -> roundtable.proto.common_pb2.Artifact:
         """The global model, a safetensors artifact."""
@@ -939,9 +942,10 @@ class Train(google.protobuf.message.Message):
         model: roundtable.proto.common_pb2.Artifact | None = ...,
         layout: builtins.str = ...,
         identities: collections.abc.Iterable[builtins.bytes] | None = ...,
+        steps: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identities", b"identities", "layout", b"layout", "model", b"model"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identities", b"identities", "layout", b"layout", "model", b"model", "steps", b"steps"]) -> None: ...
 
 global___Train = Train
 

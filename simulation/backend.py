@@ -46,7 +46,8 @@ class World:
 
     def local_work(self, round: int, vector: Tensor, item: Work) -> LocalWork:
         """A client's part of a round, as `client.training` takes it."""
-        return LocalWork(self.job, self.layout, vector, round, item.client, item.local, self.algorithm)
+        work = LocalWork(self.job, self.layout, vector, round, item.client, item.local, self.algorithm)
+        return work.of_steps(item.steps)
 
     @property
     def layout(self) -> Layout:
@@ -61,11 +62,15 @@ class World:
 
 @dataclass(frozen=True)
 class Work:
-    """One client to run: its number, and its own tensors (rule `local`) from earlier rounds."""
+    """One client to run: its number, and its own tensors (rule `local`) from earlier rounds.
+
+    `steps`: those that it was given by its speed; None where the job says them.
+    """
 
     client: str
     index: int
     local: Mapping[str, Tensor] | None = None
+    steps: int | None = None
 
 
 @dataclass(frozen=True)

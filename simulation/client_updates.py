@@ -30,6 +30,7 @@ from roundtable.simulation.world.attackers import Attackers
 class ClientUpdates:
     """Runs clients through a backend and keeps their updates until a round has used them.
 
+    `steps` are those that clients were given by their speed, for whom the job does not say them.
     `local` are the clients' own tensors (rule `local`) as of the last committed round, `pending`
     those of clients whose update is in no committed round yet.
     """
@@ -40,6 +41,7 @@ class ClientUpdates:
         self._ledger = ledger
         self.local: dict[int, LocalState] = {}
         self.pending: dict[int, LocalState] = {}
+        self.steps: dict[int, int] = {}
         self._attackers = Attackers.of(world.job)
         self._encoding = get_encoding(world.job.transfer.up).over(world.layout.sent)
         self._secure = SecureAggregation.of(world.job, world.layout.sent.size)
@@ -180,7 +182,12 @@ class ClientUpdates:
         shares = (amounts / amounts.sum()).tolist()
         weights = {update.client: share for update, share in zip(updates, shares, strict=True)}
         total = backend.total({self.world.names.index_of(client): w for client, w in weights.items()})
-        return Mean(total, weights, examples={update.client: update.examples for update in updates})
+        return Mean(
+            total,
+            weights,
+            examples={update.client: update.examples for update in updates},
+            steps={update.client: update.steps for update in updates if update.steps is not None},
+        )
 
     def keep(self, used: Iterable[int], waiting: Iterable[int]) -> None:
         """A round is committed: clients whose update it has `used` keep what training left with them.
@@ -216,4 +223,4 @@ class ClientUpdates:
     def work(self, indices: Iterable[int]) -> Iterator[Work]:
         for index in indices:
             local = without_memory(self.pending.get(index, self.local.get(index)))
-            yield Work(self.world.names[index], index, local)
+            yield Work(self.world.names[index], index, local, self.steps.get(index))

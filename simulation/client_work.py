@@ -116,8 +116,9 @@ class ClientWork:
         algorithm = self._world.job.algorithm
         if self._fleet.devices.instant:
             return [0] * len(indices)
-        if algorithm.steps is not None:
-            return [algorithm.steps * algorithm.batch_size] * len(indices)
+        if (most := algorithm.steps) is not None:
+            given = self._updates.steps
+            return [given.get(index, most) * algorithm.batch_size for index in indices]
         return [algorithm.passes * count for count in self._updates.examples(indices)]
 
     def _schedule(self, index: int, step: m.Step, examples: int, asked: float) -> None:

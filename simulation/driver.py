@@ -157,7 +157,10 @@ class Driver:
         for action in actions:
             match action:
                 case m.Instruct():
-                    instructed.setdefault(action.step, []).append(self.world.names.index_of(action.client))
+                    index = self.world.names.index_of(action.client)
+                    instructed.setdefault(action.step, []).append(index)
+                    if action.steps is not None:
+                        self._updates.steps[index] = action.steps
                 case m.Withdraw():
                     self._work.withdraw(self.world.names.index_of(action.client))
                 case m.SetTimer():

@@ -37,8 +37,10 @@ ROWS: Mapping[str, Document] = {
     "scaffold, epochs": {"name": "scaffold", "usual_steps": 4},
     "scaffold, option 1": {"name": "scaffold", "option": 1, "steps": 4},
     "fednova, epochs": {"name": "fednova"},
+    "scaffold, by speed": {"name": "scaffold", "steps": 4, "work": "by_speed"},
+    "fednova, by speed": {"name": "fednova", "steps": 4, "work": "by_speed"},
 }
-"""`[algorithm]` of each line of the table: with a number of steps, and where epochs make a difference."""
+"""`[algorithm]` of each line: with steps, and where epochs or steps by speed make a difference."""
 
 _CLIPPED = {"clip_norm": 10.0}
 _NOISY = {**_CLIPPED, "delta": 1e-5, "noise_multiplier": 1.0}
@@ -52,6 +54,7 @@ COLUMNS: Mapping[str, Document] = {
     "FedAdam": {"aggregation": {"server_optimizer": {"name": "fedadam", "learning_rate": 0.1}}},
     "buffered": {"round": {"mode": "buffered", "buffer": 2}},
     "momentum": {"algorithm": {"momentum": 0.9}},
+    "by speed": {"algorithm": {"steps": 4, "work": "by_speed"}},
 }
 """A job of each kind, beside what the algorithm itself needs."""
 CLUSTER, HOOKED = "silo cluster", "recorded steps"

@@ -291,6 +291,25 @@ def _model(instruction: StepInstruction) -> str:
     return "" if isinstance(instruction.work, ExchangeWork) else instruction.work.model.digest
 
 
+def steps_of_instruction(instruction: StepInstruction, job: JobConfig) -> int | None:
+    """The steps that the coordinator gives this silo by its speed; None where the job says them for all.
+
+    WorkFailed where it gives more than the job's most, or does so for a job that leaves it no choice.
+    """
+    work, table = instruction.work, job.algorithm
+    if isinstance(work, ExchangeWork) or work.kind != "train":
+        return None
+    by_speed = table.work == "by_speed"
+    if by_speed != (work.steps is not None) or (work.steps or 0) > (table.steps or 0):
+        asked = f"{work.steps or 'no number of'} steps"
+        raise WorkFailed(
+            "protocol_violation",
+            f"the coordinator asked for {asked}, and the job says work = {table.work!r} with at most "
+            f"{table.steps} steps",
+        )
+    return work.steps
+
+
 def job_of(instruction: StepInstruction) -> JobConfig:
     """The job that an instruction belongs to; WorkFailed where its configuration cannot be read."""
     try:

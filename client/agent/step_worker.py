@@ -17,7 +17,7 @@ from math import nan
 
 from roundtable.client.agent.agent_observer import AgentObserver
 from roundtable.client.agent.connection import Link
-from roundtable.client.agent.gatekeeper import Gatekeeper, job_of
+from roundtable.client.agent.gatekeeper import Gatekeeper, job_of, steps_of_instruction
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.release_ledger import ReleaseLedger, model_values, refusing
 from roundtable.client.agent.secure_attempts import (
@@ -77,6 +77,7 @@ class StepWorker:
         """
         job = job_of(instruction)
         asked = instruction.work
+        steps = steps_of_instruction(instruction, job)
         task = self._gate.admit(step, instruction, job)
         assert not isinstance(asked, ExchangeWork), "exchanges are answered at once"
         arriving = partial(self._reporter.transferred, step, "downloading")
@@ -93,6 +94,7 @@ class StepWorker:
             layout=asked.layout,
             output=self._spool.bytes_of(step),
             counted=instruction.counted,
+            steps=steps,
             trouble=partial(self._reporter.trouble, step),
         )
         if asked.kind == "train" and is_secure(job):

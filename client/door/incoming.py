@@ -28,6 +28,7 @@ _REASON = 200
 _REQUEST_CHARACTERS = 32
 _ADDRESS_CHARACTERS = 100
 _MOST_IDENTITIES = 100_000
+_MOST_STEPS = (1 << 32) - 1
 _SHOWN_STEP = 128
 
 Status = Literal["unspecified", "accepted", "duplicate", "stale", "rejected", "held"]
@@ -73,12 +74,14 @@ class Challenge:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """Training from a model, or evaluating it; `identities` certify the peers in secure aggregation."""
+    """Training from a model, or evaluating it; `identities` certify the peers in secure aggregation, `steps`
+    are those to take, where the job leaves them to the coordinator."""
 
     kind: Literal["train", "evaluate"]
     model: ArtifactName
     layout: str
     identities: tuple[bytes, ...] = ()
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -302,6 +305,7 @@ def _instruction(message: agent_pb2.ToAgent) -> StepInstruction:
                 artifact_of(asked.train.model),
                 _layout(asked.train.layout),
                 identities,
+                bounds.within(asked.train.steps, 0, _MOST_STEPS, "the steps to take") or None,
             )
         case "evaluate":
             work = ModelWork("evaluate", artifact_of(asked.evaluate.model), _layout(asked.evaluate.layout))

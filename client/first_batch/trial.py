@@ -66,7 +66,7 @@ class Trial:
     error: Exception | None = None
 
 
-class _WatchedSite(Site):
+class _SeenSite(Site):
     """A site that remembers whether the task asked which one it is."""
 
     @override
@@ -82,7 +82,7 @@ def try_batch(task: Task | ArrayTask, job: JobConfig, site: Site, device: torch.
     What fails is in `Trial.error`; nothing that the task raises passes. An ArrayTask, which trains as a
     whole, only opens its data.
     """
-    seen = _WatchedSite(site.name, site.index, site.count, site.options, site.partition)
+    seen = _SeenSite(site.name, site.index, site.count, site.options, site.partition)
     trial = Trial(site.name, site.count, job.algorithm.batch_size)
     seed = derive_seed(job.seed, 0, site.name, "first batch")
     with isolated_randomness(seed, device), warnings.catch_warnings():
@@ -95,7 +95,7 @@ def try_batch(task: Task | ArrayTask, job: JobConfig, site: Site, device: torch.
     return trial
 
 
-def _try(trial: Trial, task: Any, job: JobConfig, site: _WatchedSite, device: torch.device, seed: int) -> None:
+def _try(trial: Trial, task: Any, job: JobConfig, site: _SeenSite, device: torch.device, seed: int) -> None:
     trial.act = "data"
     object.__setattr__(site, "asked", False)
     training, test = split_data(task, site)

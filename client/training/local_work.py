@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,18 @@ class LocalWork:
     def rules(self) -> ClientAlgorithm:
         """The algorithm that the client trains by."""
         return self.algorithm or make_algorithm(self.job.algorithm)
+
+    def of_steps(self, steps: int | None) -> LocalWork:
+        """The same of so many steps, as the coordinator gave them by speed; None: as the job says.
+
+        Whatever counts steps counts these: batches, schedules within the round, what hooks are told. The
+        algorithm's own table stays the job's, by which its server reckons.
+        """
+        if steps is None:
+            return self
+        table = self.job.algorithm.model_copy(update={"steps": steps})
+        job = self.job.model_copy(update={"algorithm": table})
+        return replace(self, job=job, algorithm=self.rules())
 
     @property
     def _rate(self) -> float:

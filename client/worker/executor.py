@@ -111,7 +111,7 @@ class Executor:
                 self.settings.client,
                 start.local if local is None else local,
                 warm.algorithm,
-            ),
+            ).of_steps(order.steps),
             Execution(
                 device=self.device,
                 progress=progress,

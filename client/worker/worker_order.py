@@ -13,7 +13,7 @@ from roundtable.client.worker.silo_state import Counted
 @dataclass(frozen=True)
 class Order:
     """One step to do: `StepWork` as it crosses the pipe, `counted` as (round, attempt). After running out of
-    memory, with parts of batches, halved so many times."""
+    memory, with parts of batches, halved so many times. `steps`: those that the coordinator gave the silo."""
 
     job: str
     round: int
@@ -26,6 +26,7 @@ class Order:
     attempt: int = 1
     halvings: int = 0
     counted: Counted | None = None
+    steps: int | None = None
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Order:

@@ -301,6 +301,7 @@ def order_of_work(work: StepWork) -> Order:
         output=str(work.output),
         attempt=work.step.attempt,
         counted=work.kept,
+        steps=work.steps,
     )
 
 

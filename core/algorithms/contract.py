@@ -64,7 +64,8 @@ class Composition:
     optimizer, gradient clipping by `max_gradient_norm`. At the server: sums that are `masked`, a
     `server_optimizer` other than plain averaging, `averaged_buffers` (running statistics in the flat vector).
     `schedule`: a learning rate that changes within a round. `rules`: "mean", or any that gives one vector for
-    many. `adaptive_clipping`: whether updates may be clipped to a norm that clients do not know before, or by
+    many. `unequal_steps`: whether slow clients may take fewer steps without a bias towards the others.
+    `adaptive_clipping`: whether updates may be clipped to a norm that clients do not know before, or by
     layer. The rest: `buffered` rounds, tasks without gradients (ArrayTask). `one_by_one`: a round asks one
     client, in turn. `task_method`: what the task must have beside its own.
     """
@@ -76,6 +77,7 @@ class Composition:
     own_optimizers: bool = False
     gradient_clipping: bool = True
     schedule: bool = False
+    unequal_steps: bool = False
     masked: bool = True
     server_optimizer: bool = True
     averaged_buffers: bool = True
@@ -210,14 +212,24 @@ class ClientAlgorithm:
 
 
 @dataclass(frozen=True)
+class ClientShare:
+    """What the server knows of an update's work: its share of the mean, the training examples that its client
+    claims, and the steps that the coordinator gave it by its speed, None for the job's own."""
+
+    share: float
+    examples: int
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
 class ServerRound:
     """A round as the server ends it: `model` [d] and `places` are those that the clients began from.
 
     update, up: the job's aggregate of what came back, a sum divided by `divisor`, the number of updates if
     no noise asks for a constant. present of population: the clients whose updates are in it, or as many as
     were expected where that is a secret, of all that there are now; more may join. bound: as at the client.
-    state: what the last committed round's `step` returned. work: (share of the mean, training examples) of
-    each update, where single updates are known. `optimize` moves the model by an update as the job's server
+    state: what the last committed round's `step` returned. work: of each update, where single updates are
+    known. `optimize` moves the model by an update as the job's server
     optimizer does, once.
     """
 
@@ -230,7 +242,7 @@ class ServerRound:
     present: float
     population: int
     optimize: Callable[[Tensor], Tensor]
-    work: Sequence[tuple[float, int]] = ()
+    work: Sequence[ClientShare] = ()
     divisor: float = 0.0
     bound: float | None = None
 

@@ -40,6 +40,7 @@ class FedDyn(ClientAlgorithm):
     Table = FedDynTable
     composition = Composition(
         weightings=frozenset({"uniform"}),
+        unequal_steps=True,
         gradient_clipping=False,
         adaptive_clipping=False,
         server_optimizer=False,

@@ -12,6 +12,7 @@ from typing_extensions import override
 from roundtable.core.algorithms.contract import (
     ClientAlgorithm,
     ClientRound,
+    ClientShare,
     Composition,
     Moved,
     Sent,
@@ -39,7 +40,8 @@ class FedNova(ClientAlgorithm):
     """x ← x − τ_eff Σ p_i (x − y_i)/‖a_i‖₁ with τ_eff = Σ p_i ‖a_i‖₁ (section 4, equations 6 and 7).
 
     A client sends Δ_i/‖a_i‖₁. τ_eff scales everybody's update, so it follows at the server from the steps
-    that the job gives a client of so many examples, not from a number that a client could choose. With the
+    that the coordinator assigned, or the job gives a client of so many examples, not from a number that a
+    client could choose. With the
     job's number of steps it is FedAvg, and clients send Δ_i.
     """
 
@@ -55,9 +57,11 @@ class FedNova(ClientAlgorithm):
             levels=levels if equal else frozenset({"none"}),
             gradient_clipping=False,
             masked=equal,
+            unequal_steps=True,
             rules="any" if equal else "mean",
             reason="its server has to know each client's share and steps, and ‖a_i‖₁ those of a linear "
-            "optimizer" + ("" if equal else ", unless algorithm.steps says them for all"),
+            "optimizer"
+            + ("" if equal else ', unless algorithm.steps says them for all, with work = "equal"'),
         )
 
     @override
@@ -93,11 +97,14 @@ class FedNovaServer(ServerAlgorithm):
             return Moved(round.optimize(round.update * factor if factor != 1.0 else round.update))
         if not round.work:
             raise AggregationError("fednova: no client's share is known, and τ_eff is their mean")
-        total = sum(share for share, _ in round.work)
-        effective = sum(share * self._steps(examples, round.number) for share, examples in round.work) / total
+        total = sum(each.share for each in round.work)
+        effective = sum(each.share * self._steps(each, round.number) for each in round.work) / total
         return Moved(round.optimize(round.update * effective))
 
-    def _steps(self, examples: int, number: int) -> float:
+    def _steps(self, client: ClientShare, number: int) -> float:
         table = self._table
-        steps = table.steps or table.passes * math.ceil(max(1, examples) / table.batch_size)
+        if table.work == "by_speed" and client.steps is None:
+            raise AggregationError("fednova: an update came without the steps that its client was given")
+        by_data = table.passes * math.ceil(max(1, client.examples) / table.batch_size)
+        steps = client.steps or table.steps or by_data
         return steps if table.tau == "steps" else self._step.effective_steps(steps, table.rate(number))

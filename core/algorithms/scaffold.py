@@ -77,6 +77,7 @@ class Scaffold(ClientAlgorithm):
         self.composition = Composition(
             levels=frozenset(levels),
             weightings=frozenset({"uniform"}),
+            unequal_steps=True,
             gradient_clipping=False,
             adaptive_clipping=False,
             rules="mean",

@@ -29,6 +29,11 @@ class AlgorithmTable(Table):
         None, ge=1, description="passes over the silo's data a round; default: 1 where no steps are given"
     )
     steps: int | None = Field(None, ge=1, description="instead of epochs: this many optimizer steps a round")
+    work: Literal["equal", "by_speed"] = Field(
+        "equal",
+        description="by_speed gives silos that are slow fewer steps than `steps`, the most of a round; for "
+        "fednova, scaffold and feddyn",
+    )
     batch_size: int = Field(32, ge=1, description="examples a step")
     learning_rate: Finite = Field(0.01, gt=0, description="of local SGD")
     momentum: Finite = Field(0.0, ge=0, lt=1, description="of local SGD")
@@ -60,6 +65,14 @@ class AlgorithmTable(Table):
         return self
 
     @model_validator(mode="after")
+    def _knows_the_most_steps(self) -> Self:
+        if self.work == "by_speed" and self.steps is None:
+            raise ValueError(
+                'work = "by_speed" needs steps: the most that a silo takes in a round; slow ones take fewer'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rises_in_time(self) -> Self:
         if self.steps is not None and self.schedule_warm_up >= self.steps:
             raise ValueError(
@@ -80,7 +93,7 @@ class AlgorithmTable(Table):
     @property
     def equal_steps(self) -> bool:
         """Whether every client of a round takes the job's number of steps."""
-        return self.steps is not None
+        return self.steps is not None and self.work == "equal"
 
     @property
     def passes(self) -> int:

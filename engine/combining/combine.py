@@ -16,6 +16,7 @@ from torch import Tensor
 
 from roundtable.aggregation import AggregationResult, ClientRow, RuleContext, TensorMatrix, aggregate
 from roundtable.aggregation.rows.reductions import is_finite
+from roundtable.core.algorithms.contract import ClientShare
 from roundtable.core.encodings import Encoding
 from roundtable.core.errors import AggregationError
 from roundtable.core.model_delta import published
@@ -202,17 +203,17 @@ def _present(received: Received, account: RoundAccount) -> float:
             return sum(group.silos for group in received.groups)
 
 
-def _work(received: Received, account: RoundAccount) -> list[tuple[float, int]]:
-    """(share, examples) of each update, as far as single ones are known."""
+def _work(received: Received, account: RoundAccount) -> list[ClientShare]:
+    """Each update's, as far as single ones are known."""
     shares = account.weights
     match received:
         case Rows():
-            known = {update.client: update.examples for update in received.updates}
+            known = {update.client: (update.examples, update.steps) for update in received.updates}
         case Mean():
-            known = dict(received.examples)
+            known = {name: (count, received.steps.get(name)) for name, count in received.examples.items()}
         case GroupMeans():
             known = {}
-    return [(shares[client], examples) for client, examples in known.items() if client in shares]
+    return [ClientShare(shares[client], *found) for client, found in known.items() if client in shares]
 
 
 def try_rule(

@@ -35,7 +35,8 @@ class Mean:
     """The mean of a round's updates, float32 [d], of which no single one is known.
 
     `combine` takes the vector over and may write the new model into it. `weights` are the shares of the
-    clients where these are no secret, `examples` what each has trained on; `training` are the round's summed
+    clients where these are no secret, `examples` what each has trained on, `steps` what each was
+    given by its speed; `training` are the round's summed
     training metrics as (sum, count), `before` those of the model that the round began with; `account` is what
     the round's record says of how the mean was made. `divisor` is by how many the sum was divided, if not by
     those that are in it.
@@ -48,6 +49,7 @@ class Mean:
     before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     examples: Mapping[str, int] = field(default_factory=dict)
     divisor: float = 0.0
+    steps: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_secure_sum(cls, mean: SecureMean) -> Mean:

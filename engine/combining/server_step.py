@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from roundtable.aggregation import OptimizerState
-from roundtable.core.algorithms.contract import ServerRound
+from roundtable.core.algorithms.contract import ClientShare, ServerRound
 from roundtable.core.errors import AggregationError
 from roundtable.engine.validation.round_plan import Plan, ServerPart
 
@@ -49,7 +49,7 @@ class ServerStep:
     present: float
     population: int
     divisor: float
-    work: Sequence[tuple[float, int]] = ()
+    work: Sequence[ClientShare] = ()
 
     def take(self, state: OptimizerState) -> tuple[OptimizerState, Tensor]:
         """The state and the vector after the round."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from roundtable.core.errors import SiteFailure
 from roundtable.core.seeds import numpy_generator
@@ -201,7 +202,9 @@ class SynchronousTraining:
         self._context.status("running", f"round {attempt.round} of {self._job.rounds}")
         for name in attempt.cohort:
             self._context.count_selection(name)
-        detail = {"cohort": list(attempt.cohort), "minimum": attempt.minimum}
+        detail: dict[str, Any] = {"cohort": list(attempt.cohort), "minimum": attempt.minimum}
+        if steps := self._context.assign(attempt.cohort, now):
+            detail["steps"] = steps
         names = ", ".join(attempt.cohort[:8]) + (" …" if len(attempt.cohort) > 8 else "") or "nobody"
         self._context.note("round_started", f"round {attempt.round}: {names}", detail=detail)
         self._context.set_timer("deadline", attempt.deadline)
@@ -241,6 +244,7 @@ class SynchronousTraining:
         attempt.cohort = tuple(sorted((*attempt.cohort, replacement)))
         attempt.awaited[replacement] = None
         self._context.count_selection(replacement)
+        self._context.assign([replacement], now)
         message = f"asked {replacement} in the place of {failed}, which failed"
         self._context.note("client_replaced", message, failed, {"replacement": replacement})
         self._context.instruct([replacement], now)
@@ -268,5 +272,7 @@ class SynchronousTraining:
             if name in attempt.lost:
                 kind, detail = "data_corruption", f"its update is damaged and was not sent again: {reason}"
                 action = "asked the silo to send it again, then excluded the update"
+            if kind == "slow_node":
+                self._context.miss_pace(name, now)
             failure = SiteFailure(name, attempt.round, attempt.number, m.TRAIN, kind, detail)
             self._context.drop(failure, now, action)

@@ -39,6 +39,11 @@ def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
             f"algorithm.schedule, schedule_warm_up and {said}: what it computes counts on one learning rate "
             "for a round; leave them out"
         )
+    if job.algorithm.work == "by_speed" and not composition.unequal_steps:
+        raise ConfigError(
+            f'algorithm.work = "by_speed" and {said}: the model would lean towards the silos that take many '
+            'steps; set work = "equal", or name = "fednova", "scaffold" or "feddyn", which take that out'
+        )
     _check_round(job, algorithm, f"{said}{why}")
     if not composition.adaptive_clipping:
         _check_known_bound(job, said)

@@ -79,7 +79,9 @@ def instruction(
     if action.step.phase == m.EVALUATE:
         message.evaluate.CopyFrom(agent_pb2.Evaluate(model=model, layout=layout))
     else:
-        message.train.CopyFrom(agent_pb2.Train(model=model, layout=layout, identities=identities))
+        message.train.CopyFrom(
+            agent_pb2.Train(model=model, layout=layout, identities=identities, steps=action.steps or 0)
+        )
     return ToAgent(instruction=message)
 
 

@@ -106,8 +106,8 @@ def _run(
 
 def _work(items: Sequence[Any], tensors: Sequence[dict[str, Tensor]], world: World) -> list[Work]:
     return [
-        Work(world.names[index], index, tensors[place] if place is not None else None)
-        for index, place in items
+        Work(world.names[index], index, tensors[place] if place is not None else None, steps)
+        for index, place, steps in items
     ]
 
 

@@ -242,11 +242,11 @@ class Processes:
             if not places:
                 return
             worker.given.append(deque(places))
-            work: list[tuple[int, int | None]] = []
+            work: list[tuple[int, int | None, int | None]] = []
             tensors: list[dict[str, Tensor]] = []
             for place in places:
                 item = order.work[place]
-                work.append((item.index, len(tensors) if item.local else None))
+                work.append((item.index, len(tensors) if item.local else None, item.steps))
                 if item.local:
                     tensors.append(dict(item.local))
             rows = [

@@ -36,6 +36,8 @@ from roundtable.simulation.world.simulated_clients import DATA_BUDGET, Clients
 _LOG = logging.getLogger(__name__)
 _CHUNK = 4
 _AHEAD = 2
+_Item = tuple[int, Mapping[str, Any] | None, int | None]
+"""A client's number, its own tensors, and the steps that it was given by its speed."""
 
 
 class Host:
@@ -64,7 +66,7 @@ class Host:
         return self._backend.examples([Work(self._world.names[index], index) for index in indices])
 
     def train(
-        self, round: int, vector: np.ndarray, work: Sequence[tuple[int, Mapping[str, Any] | None]]
+        self, round: int, vector: np.ndarray, work: Sequence[_Item]
     ) -> list[tuple[Trained | Failed, np.ndarray | None]]:
         """Answers, each with its update unless updates are summed here."""
         answers: list[tuple[Trained | Failed, np.ndarray | None]] = []
@@ -78,9 +80,7 @@ class Host:
                 answers.append((answer, None if self._summing else row.numpy()))
         return answers
 
-    def evaluate(
-        self, round: int, vector: np.ndarray, work: Sequence[tuple[int, Mapping[str, Any] | None]]
-    ) -> list[Measured | Failed]:
+    def evaluate(self, round: int, vector: np.ndarray, work: Sequence[_Item]) -> list[Measured | Failed]:
         """Test metrics."""
         model = torch.from_numpy(vector.copy())
         return list(self._backend.evaluate(round, model, list(self._work(work))))
@@ -96,9 +96,9 @@ class Host:
         """A new attempt: the updates of the last one are of no more use."""
         self._updates.clear()
 
-    def _work(self, work: Sequence[tuple[int, Mapping[str, Any] | None]]) -> Iterator[Work]:
-        for index, local in work:
-            yield Work(self._world.names[index], index, dict(local) if local else None)
+    def _work(self, work: Sequence[_Item]) -> Iterator[Work]:
+        for index, local, steps in work:
+            yield Work(self._world.names[index], index, dict(local) if local else None, steps)
 
 
 @dataclass(eq=False)
@@ -226,7 +226,9 @@ class RayCluster:
             for actor in self._actors:
                 while queue and len(actor.calls) < _AHEAD:
                     places = [queue.popleft() for _ in range(min(self._fair(queue), len(queue)))]
-                    items = [(work[p].index, dict(work[p].local or {}) or None) for p in places]
+                    items = [
+                        (work[p].index, dict(work[p].local or {}) or None, work[p].steps) for p in places
+                    ]
                     call = getattr(actor.handle, method).remote(*arguments, items)
                     actor.calls[call] = places
             waiting = {call: actor for actor in self._actors for call in actor.calls}

@@ -290,7 +290,7 @@ class Silo:
         return sorted(path.name for path in files if path.suffix != ".sent")
 
     def instruction(
-        self, round: int = 1, attempt: int = 1, phase: str = "train", deadline: float = 60.0
+        self, round: int = 1, attempt: int = 1, phase: str = "train", deadline: float = 60.0, steps: int = 0
     ) -> agent_pb2.Instruction:
         """An order to train or to evaluate this silo's initial model, in which the round before counts."""
         data = b"".join(bytes(block) for block in model_blocks(self.model))
@@ -304,7 +304,7 @@ class Silo:
         asked: dict[str, Any] = (
             {"evaluate": agent_pb2.Evaluate(**work)}
             if phase == "evaluate"
-            else {"train": agent_pb2.Train(**work)}
+            else {"train": agent_pb2.Train(**work, steps=steps)}
         )
         if round > 1:
             asked["counted"] = common_pb2.Step(job="job-1", round=round - 1, attempt=1, phase="train")

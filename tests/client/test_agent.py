@@ -18,7 +18,8 @@ from roundtable.client.agent.agent import Agent
 from roundtable.client.agent.connection import explain
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.training.local_work import LocalWork
-from roundtable.core import Site, initial_state, load_task
+from roundtable.core import JobConfig, Site, initial_state, load_task
+from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError, IdentityError, ResourceError, UnavailableError
 from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.proto import agent_pb2
@@ -95,6 +96,32 @@ async def test_nothing_leaves_that_came_of_a_model_that_rotted_meanwhile(silo, l
         else:
             await coordinator.hear("evaluated")
     assert coordinator.downloads == [0, 0]
+
+
+BY_SPEED = {"name": "fednova", "steps": 6, "work": "by_speed", "batch_size": 8}
+
+
+async def test_the_steps_that_the_coordinator_gives_by_speed_are_taken(silo) -> None:
+    """The update is that of a job of so many steps, over ‖a‖₁ = K."""
+    plain = replace(
+        silo, job=silo.job.model_copy(update={"algorithm": AlgorithmTable(steps=2, batch_size=8)})
+    )
+    silo = replace(silo, job=JobConfig.model_validate({"task": "toy", "seed": 3, "algorithm": BY_SPEED}))
+    coordinator = silo.coordinator
+    async with silo.agent():
+        coordinator.say(instruction=silo.instruction(steps=2))
+        await coordinator.until(lambda: coordinator.receipts)
+    torch.testing.assert_close(silo.delta(), expected_delta(plain) / 2)
+
+
+@pytest.mark.parametrize(("algorithm", "steps"), [(BY_SPEED, 7), (BY_SPEED, 0), ({"steps": 6}, 2)])
+async def test_steps_that_the_job_does_not_allow_are_refused(silo, algorithm: Any, steps: int) -> None:
+    silo = replace(silo, job=JobConfig.model_validate({"task": "toy", "seed": 3, "algorithm": algorithm}))
+    async with silo.agent(silo.inline()):
+        silo.coordinator.say(instruction=silo.instruction(steps=steps))
+        failed = await silo.coordinator.hear("failure")
+    assert failed.kind == "protocol_violation"
+    assert f"asked for {steps or 'no number of'} steps, and the job says work = " in failed.detail
 
 
 async def test_a_newer_attempt_ends_the_older_one(silo) -> None:

@@ -205,7 +205,7 @@ class Stacked:
         stack = Stack(task, model, layout, self.device)
         stack.anchor.copy_(vector[: layout.size])
         self._trained = trained_slices(model, layout)
-        first = next(iter(self._turns(round, some)))
+        first = next(iter(self._turns(round, vector, some)))
         assert self._pool is not None
         batch = self._pool.take(torch.from_numpy(first.rows).to(self.device))
         try:
@@ -243,7 +243,7 @@ class Stacked:
         stack, step, size = self._stack, self.world.algorithm.step(), self.world.layout.model.size
         assert stack is not None
         assert self._pool is not None
-        plan = list(self._turns(round, clients))
+        plan = list(self._turns(round, vector, clients))
         rows = self._sent(np.concatenate([turn.rows.ravel() for turn in plan]))
         rate = self.world.job.algorithm.rate(round)
         rules = [self._rules(round, vector, client) for client in clients]
@@ -269,7 +269,7 @@ class Stacked:
     def _rules(self, round: int, vector: Tensor, client: _Client) -> AlgorithmRound:
         """A client's round as the algorithm begins it."""
         work = self.world.local_work(round, vector, client.work)
-        steps = steps_of(self.world.job, client.examples)
+        steps = steps_of(work.job, client.examples)
         context = Context(self.world.job.title, round, work.client, steps, self.device, self.world.job.seed)
         return AlgorithmRound(work, context, self._trained)
 
@@ -293,14 +293,15 @@ class Stacked:
                 row.copy_(self._rounded(own))
                 yield answer
 
-    def _turns(self, round: int, clients: Sequence[_Client]) -> Iterator[Turn]:
+    def _turns(self, round: int, vector: Tensor, clients: Sequence[_Client]) -> Iterator[Turn]:
         """The steps of these clients, whose data are on the device from here on."""
         assert self._pool is not None
         job = self.world.job
         starts = self._pool.hold([client.work.index for client in clients], self._load)
         orders = []
         for client, start in zip(clients, starts, strict=True):
-            epochs = epoch_orders(client.examples, **ordering_of(job, round, client.work.client))
+            work = self.world.local_work(round, vector, client.work)
+            epochs = epoch_orders(client.examples, **ordering_of(work.job, round, work.client))
             orders.append([start + order.numpy() for order in epochs])
         return turns(orders, job.algorithm.batch_size)
 

@@ -26,6 +26,7 @@ from roundtable.client.training.batches import (
     epoch_orders,
     ordering_of,
 )
+from roundtable.client.training.local_work import LocalWork
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.stream_batches import RoundBatches
 from roundtable.core.algorithms.step import LocalStep
@@ -154,10 +155,11 @@ class Vectorised:
         job, data = self.world.job, self.clients.data(item.index)[0]
         steps, rate, size = self._ready(), job.algorithm.rate(round), self.world.layout.model.size
         work = self.world.local_work(round, vector, item)
+        job = work.job
         rules = AlgorithmRound(work, work.context(data, self.device), self._trained)
         step = rules.step
         steps.begin(vector[:size], step, rules.constant)
-        gathered = self._gathered(steps, data, step, rate, round, item.client)
+        gathered = self._gathered(steps, data, step, rate, work)
         batches = RoundBatches(data, work, self.device)
         losses, sizes = gathered or self._replayed(steps, batches, step, rate, round, item.client)
         loss_sum = _checked_sum(losses, sizes, f"round {round}")
@@ -170,14 +172,14 @@ class Vectorised:
         return Trained(item.client, examples or seen, len(sizes), loss_sum / seen, metrics, kept)
 
     def _gathered(
-        self, steps: Steps, data: Any, step: LocalStep, rate: float, round: int, client: str
+        self, steps: Steps, data: Any, step: LocalStep, rate: float, work: LocalWork
     ) -> tuple[Tensor, list[int]] | None:
         """Training where the kernels can fetch the examples of each batch themselves; else None."""
-        job, examples = self.world.job, as_tensors(data)
+        job, examples = work.job, as_tensors(data)
         if not examples or not len(examples[0]):
             return None
         size = job.algorithm.batch_size
-        orders = epoch_orders(len(examples[0]), **ordering_of(job, round, client))
+        orders = epoch_orders(len(examples[0]), **ordering_of(job, work.round, work.client))
         first = next(orders)
         if not steps.takes_rows(examples, first[:size], step):
             return None
