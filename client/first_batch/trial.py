@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -22,6 +22,7 @@ from roundtable.client.streams.iterables import from_the_beginning
 from roundtable.client.training.batches import as_tensors, count_examples, moved
 from roundtable.client.training.loaders import base_of, collate_of, drops_last
 from roundtable.client.training.local_training import split_data
+from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.metrics import Metrics, checked
 from roundtable.client.training.module_state import isolated_randomness, seed_all
 from roundtable.core.algorithms.round_context import Context
@@ -116,12 +117,12 @@ def _try(trial: Trial, task: Any, job: JobConfig, site: _SeenSite, device: torch
             trial.trained += parameter.numel()
         else:
             trial.frozen += parameter.numel()
-    context = Context(
-        job.title, 1, trial.client, job.algorithm.steps, device, job.seed, job.algorithm.learning_rate
-    )
+    rate, steps = job.algorithm.learning_rate, steps_of(job, trial.examples, drop_last=trial.drops_last)
+    context = Context(job.title, 1, trial.client, steps, device, job.seed, rate)
     told = in_context(task, context)
     _try_training(trial, told, module, batch, job, lambda: seed_all(seed, device))
     if trial.test_examples != 0 and getattr(told, "metrics", None) is not None:
+        told = in_context(task, replace(context, steps=0))
         _try_evaluation(trial, told, module, first_examples(test, job.evaluation_batch), device)
     trial.act = ""
 
