@@ -91,12 +91,13 @@ class JobContext:
             return None
         return record.given[1]
 
-    def see_pace(self, name: str, now: float) -> None:
-        """The client has delivered its steps."""
+    def see_pace(self, name: str, now: float) -> int | None:
+        """The client has delivered: the steps that it was given, None where the job says them for all."""
         record, steps = self.record(name), self.given(name)
         if steps and record.asked is not None:
             record.pace = pace_seen(record.pace, now - record.asked, steps)
         record.asked = None
+        return steps
 
     def miss_pace(self, name: str, now: float) -> None:
         """The client had time enough and has not delivered."""

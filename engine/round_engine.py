@@ -138,8 +138,6 @@ class RoundEngine:
         match attempt.phase:
             case m.AUTHORIZE:
                 self._context.out.append(m.Authorize(attempt.step))
-            case m.TRAIN:
-                self._context.forget_time(attempt.awaited)
             case m.EVALUATE:
                 self._context.extend_deadline(self.job.evaluation.deadline, now)
                 self._context.instruct(attempt.awaited, now)
@@ -264,9 +262,7 @@ class RoundEngine:
         if assignment is not None:
             update = replace(update, asked=(assignment.round, assignment.attempt))
         attempt.awaited.pop(client, None)
-        if (steps := self._context.given(client)) is not None:
-            update = replace(update, steps=steps)
-            self._context.see_pace(client, now)
+        update = replace(update, steps=self._context.see_pace(client, now))
         lost = attempt.lost.pop(client, None)
         (attempt.updates if attempt.phase == m.TRAIN else self.state.buffer)[client] = lost or update
         self._context.mark(client, "done", now)

@@ -135,7 +135,7 @@ EVENTS: Mapping[str, EventKind] = {
     "round_started": EventKind(
         (Tells.COHORT,),
         "round {round}: the cohort is secret",
-        detail={"cohort": Tells.COHORT, "minimum": Tells.PUBLIC},
+        detail={"cohort": Tells.COHORT, "steps": Tells.COHORT, "minimum": Tells.PUBLIC},
     ),
     "round_committed": EventKind(
         detail={
@@ -294,7 +294,12 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
             Tells.PUBLIC, "step deadline_seconds job_config train evaluate exchange submission counted hops"
         ),
     },
-    "Train": {"model": Tells.NOISY, "layout": Tells.PUBLIC, "identities": Tells.COHORT},
+    "Train": {
+        "model": Tells.NOISY,
+        "layout": Tells.PUBLIC,
+        "identities": Tells.COHORT,
+        "steps": Tells.COHORT,
+    },
     "Evaluate": {"model": Tells.NOISY, "layout": Tells.PUBLIC},
     # Masked or sealed for another silo; the cohort of a secure sum knows itself.
     "Exchange": {"payload": Tells.COHORT},

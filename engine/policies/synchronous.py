@@ -124,6 +124,7 @@ class SynchronousTraining:
             attempt.settled, attempt.deadline = False, None
             return self._select(now)
         if attempt.phase == m.TRAIN:
+            self._context.forget_time(attempt.awaited)
             self._context.extend_deadline(self._job.cohort.deadline, now)
             self._context.instruct(attempt.awaited, now)
             return self.proceed(now)
