@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -17,8 +17,10 @@ from roundtable.core.config import JobConfig
 from roundtable.core.encodings import NO_KEY, StreamKey, get_encoding
 from roundtable.core.encodings.encoding import HeldBytes
 from roundtable.core.encodings.feedback import Sending
+from roundtable.core.encodings.journey import Stopwatch, norm, norm_lost
 from roundtable.core.job_tables.transfer_table import TransferTable
 from roundtable.core.layout import Layout
+from roundtable.core.observability.transfer_figures import Writing
 
 Figures = Mapping[str, float]
 """A training step's figures, by the names of the wire's StepFigures; unknown ones are left out."""
@@ -63,12 +65,14 @@ class StepWork:
 
 @dataclass(frozen=True)
 class TrainedUpdate:
-    """A finished update: `digest` and `size` are those of the bytes in `StepWork.output`."""
+    """A finished update: `digest` and `size` are those of the bytes in `StepWork.output`, `writing` how they
+    came there; None where nobody says."""
 
     digest: str
     size: int
     examples: int
     metrics: Metrics
+    writing: Writing | None = None
 
 
 class Trainer(Protocol):
@@ -96,6 +100,15 @@ def write_update(path: Path, delta: Tensor, encoding: str, key: StreamKey = NO_K
     return write_file(path, blocks)
 
 
+class EncodedUpdate(NamedTuple):
+    """An update in a file: BLAKE3 and bytes, how it was written, and what the silo is to remember."""
+
+    digest: str
+    size: int
+    writing: Writing
+    memory: dict[str, Tensor]
+
+
 def write_remembering(
     path: Path,
     delta: Tensor,
@@ -103,16 +116,25 @@ def write_remembering(
     layout: Layout,
     key: StreamKey,
     kept: Mapping[str, Tensor] | None,
-) -> tuple[str, int, dict[str, Tensor]]:
-    """Encodes a delta of a layout under `[transfer]`; returns (BLAKE3, bytes, what the silo is to remember).
+) -> EncodedUpdate:
+    """Encodes a delta of a layout under `[transfer]`.
 
     `kept` is what the silo's newest update that counts left. With error feedback the delta is changed in
     place.
     """
-    encoding = get_encoding(transfer.up).over(layout)
+    encoding, watch = get_encoding(transfer.up).over(layout), Stopwatch()
+    exact = encoding.traits.error == "exact" and not transfer.remembers
+    length = 0.0 if exact else norm(delta)
     sending = Sending(delta, encoding, key, kept, transfer.memory)
-    digest, size = write_file(path, sending.blocks())
+    digest, size = write_file(path, watch.around(sending.blocks()))
+    if exact:
+        return EncodedUpdate(digest, size, Writing(watch.seconds, 0.0), sending.remembered)
+    written = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
     if transfer.remembers:
-        written = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
         sending.received(HeldBytes(written.data))
-    return digest, size, sending.remembered
+    if transfer.memory.way == "error":
+        lost = norm(sending.vector)
+    else:
+        lost = norm_lost(sending.vector, encoding, HeldBytes(written.data), key)
+    writing = Writing(watch.seconds, lost / length if length else None)
+    return EncodedUpdate(digest, size, writing, sending.remembered)

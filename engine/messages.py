@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from roundtable.core.errors import SiteFailure
 from roundtable.core.model_delta import Hop
+from roundtable.core.observability.transfer_figures import TransferFigures
 from roundtable.engine.clients import ClientInfo as ClientInfo
 from roundtable.engine.clients import ClientState as ClientState
 from roundtable.engine.clients import Held as Held
@@ -58,9 +59,9 @@ VectorReference = BlobReference | RowReference
 class Update:
     """One client's accepted update; its vector lies where `vector` says, and the engine never looks at it.
 
-    `loss` is the mean training loss over the `examples`; `metrics` are named (sum, count). `asked` is the
-    (round, attempt) whose model it was trained from, where that may be another than it is combined in.
-    `steps`: those that the engine gave the client by its speed; None where the job says them for all.
+    `loss` is the mean over the `examples`; `metrics` are named (sum, count). `asked` is the (round, attempt)
+    of its model, where that may be another than it is combined in. `steps`: those that the engine gave by
+    speed; None where the job says them for all. `transfer`: what its way took, as far as that is known.
     """
 
     client: str
@@ -70,6 +71,7 @@ class Update:
     metrics: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     asked: tuple[int, int] | None = None
     steps: int | None = None
+    transfer: TransferFigures | None = None
 
     @property
     def digest(self) -> str:
@@ -273,11 +275,9 @@ class Authorize:
 class Instruct:
     """Tell the client to train (phase `train`) or to evaluate (phase `evaluate`) `model`; idempotent.
 
-    `cohort` names everybody who was selected and has not failed, for work that clients do among
-    themselves. `counted` is the (round, attempt) of the client's newest update that is in `model` or in a
-    model before it: what that training left at the client is what it goes on from. `hops` lead from older
-    models to newer ones, perhaps to `model`: a client that holds one of them need not be sent it whole.
-    `steps`: how many to take, where the client's speed says so; None where the job does.
+    `cohort` is who was selected and has not failed. `counted` is the (round, attempt) of the client's newest
+    update that is in `model` or in one before it: the client goes on from what that training left with it.
+    `hops` lead from older models to newer ones. `steps`: how many to take, where speed says so.
     """
 
     client: str
@@ -335,10 +335,10 @@ class RoundRecord:
     """All that is kept of a committed round. Metrics are named (sum, count) over the silos.
 
     `evaluation` is of the model that the round has made, `before` of the one that it began with, `central` of
-    the new one on the server's own test data, in a simulation. `staleness` tells of each update how many
-    models old its own was, in buffered rounds. `closed` says why the round has made no model: `model` is
-    the one before it. `withheld` names the fields that are empty here because they may not be told
-    (core/observability/released.py). `population` is how many clients there were when the model was made.
+    the new one on the server's own test data, in a simulation. `staleness`: how many models old each update's
+    own was, in buffered rounds. `closed`: why no model was made; `model` is then the one before. `withheld`
+    names fields that are empty here because they may not be told. `population`: how many clients there were.
+    `transfers`: of each update what its way took (`TransferFigures.known`).
     """
 
     round: int
@@ -363,6 +363,7 @@ class RoundRecord:
     withheld: tuple[str, ...] = ()
     population: int = 1
     central: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    transfers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

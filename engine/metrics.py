@@ -8,6 +8,7 @@ from roundtable.core.config import CENTRAL
 from roundtable.core.job_tables.metrics_table import expressions_of
 from roundtable.core.measures.expressions import Undefined
 from roundtable.core.measures.families import families_in, is_cell
+from roundtable.core.observability.transfer_figures import TransferSums
 from roundtable.engine.messages import RoundRecord
 
 Sums = Mapping[str, tuple[float, int]]
@@ -68,8 +69,9 @@ def worked_out(sums: Sums, metrics: Mapping[str, str]) -> tuple[dict[str, tuple[
 def figures(record: RoundRecord) -> dict[str, int | float]:
     """A committed round in numbers, named as in a history: train_NAME for training means, NAME for means of
     the model that it made, central_NAME for what the server measured of it, before_NAME for means of the
-    model that it began with, and in buffered rounds the updates' mean staleness."""
-    ages = record.staleness.values()
+    model that it began with, in buffered rounds the updates' mean staleness; where known the bytes of its
+    updates and of the models sent, and the updates' mean encoding_error."""
+    ages, sums = record.staleness.values(), TransferSums.of(record.transfers.values())
     return {
         "clients": len(record.contributors),
         "failed": len(record.failures),
@@ -77,6 +79,9 @@ def figures(record: RoundRecord) -> dict[str, int | float]:
         "time": record.ended,
         **({"epsilon": record.charge["epsilon"]} if "epsilon" in record.charge else {}),
         **({"staleness": sum(ages) / len(ages)} if ages else {}),
+        **({"up_bytes": sums.up} if sums.up else {}),
+        **({"down_bytes": sums.down} if sums.down else {}),
+        **({} if sums.error is None else {"encoding_error": sums.error}),
         **{f"train_{name}": value for name, value in means(record.training).items()},
         **{f"before_{name}": value for name, value in means(record.before).items()},
         **means(record.evaluation),

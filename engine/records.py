@@ -40,6 +40,7 @@ def record_of(attempt: Attempt, now: float, private: bool, metrics: Mapping[str,
         staleness={n: u.staleness(attempt.round) for n, u in sorted(attempt.updates.items()) if u.asked},
         population=attempt.population,
         central=dict(aggregated.central),
+        transfers={n: u.transfer.known() for n, u in sorted(attempt.updates.items()) if u.transfer},
     )
 
 

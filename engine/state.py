@@ -9,6 +9,7 @@ from typing import Any
 
 from roundtable.core.errors import SiteFailure
 from roundtable.core.model_delta import Hop
+from roundtable.core.observability.transfer_figures import TransferFigures
 from roundtable.engine.messages import (
     TRAIN,
     Aggregated,
@@ -256,6 +257,8 @@ def _update(plain: Mapping[str, Any]) -> Update:
     values = {**plain, "vector": reference, "metrics": _sums(plain["metrics"])}
     if values.get("asked"):
         values["asked"] = tuple(values["asked"])
+    if values.get("transfer"):
+        values["transfer"] = TransferFigures(**values["transfer"])
     return Update(**values)
 
 

@@ -1005,6 +1005,8 @@ class UploadHeader(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     TIME_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
+    WRITING_FIELD_NUMBER: builtins.int
+    ARRIVAL_FIELD_NUMBER: builtins.int
     layout: builtins.str
     """Layout that the vector has; empty in UploadStatus where nothing is left to be sent, and a receipt alone is asked for."""
     encoding: builtins.str
@@ -1032,6 +1034,14 @@ class UploadHeader(google.protobuf.message.Message):
     def metrics(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[roundtable.proto.common_pb2.Metric]:
         """Training metrics of this round, as sums."""
 
+    @property
+    def writing(self) -> global___Writing:
+        """Not signed. Absent where the job's level tells nothing of one silo's training."""
+
+    @property
+    def arrival(self) -> global___Arrival:
+        """Not signed. What came of models for this job since the silo's last update."""
+
     def __init__(
         self,
         *,
@@ -1046,11 +1056,54 @@ class UploadHeader(google.protobuf.message.Message):
         model: builtins.str = ...,
         time: builtins.float = ...,
         signature: builtins.bytes = ...,
+        writing: global___Writing | None = ...,
+        arrival: global___Arrival | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["content", b"content", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["announcement", b"announcement", "content", b"content", "encoding", b"encoding", "examples", b"examples", "layout", b"layout", "metrics", b"metrics", "model", b"model", "offset", b"offset", "signature", b"signature", "step", b"step", "time", b"time"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["arrival", b"arrival", "content", b"content", "step", b"step", "writing", b"writing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["announcement", b"announcement", "arrival", b"arrival", "content", b"content", "encoding", b"encoding", "examples", b"examples", "layout", b"layout", "metrics", b"metrics", "model", b"model", "offset", b"offset", "signature", b"signature", "step", b"step", "time", b"time", "writing", b"writing"]) -> None: ...
 
 global___UploadHeader = UploadHeader
+
+@typing.final
+class Writing(google.protobuf.message.Message):
+    """How a silo wrote its update."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    seconds: builtins.float
+    """Of encoding alone."""
+    error: builtins.float
+    """Norm of what the encoding lost, relative to the update's; NaN where that is not defined."""
+    def __init__(
+        self,
+        *,
+        seconds: builtins.float = ...,
+        error: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "seconds", b"seconds"]) -> None: ...
+
+global___Writing = Writing
+
+@typing.final
+class Arrival(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    size: builtins.int
+    """Bytes, and the seconds from asking for them to the last one."""
+    seconds: builtins.float
+    def __init__(
+        self,
+        *,
+        size: builtins.int = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["seconds", b"seconds", "size", b"size"]) -> None: ...
+
+global___Arrival = Arrival
 
 @typing.final
 class UploadPart(google.protobuf.message.Message):

@@ -136,11 +136,26 @@ class CoordinatorPage:
             page.counter(
                 "roundtable_quota_refusals", "what callers wanted beyond a quota", quotas, ("quota",)
             )
+        self._travelled(page)
         page.histogram(
             "roundtable_round_seconds", "from a round's start to its commit", tally.spreads_of("round")
         )
         text = "how long phases of rounds took"
         page.histogram("roundtable_phase_seconds", text, tally.spreads_of("phase"), "phase")
+
+    def _travelled(self, page: Families) -> None:
+        tally, label = self._observer.tally, ("form",)
+        for name, text in (
+            ("update_bytes", "updates of committed rounds: as they were sent, and as plain float32"),
+            ("model_bytes", "models sent for those updates: as they were sent, and each model whole"),
+        ):
+            page.counter(f"roundtable_{name}", text, dict(tally.of(name)), label)
+        for name, text in (
+            ("encoding_seconds", "how long silos took to encode an update, as they tell"),
+            ("decoding_seconds", "how long it took to decode an update on its arrival"),
+            ("encoding_error", "norm of what encoding lost of an update, relative to the update's"),
+        ):
+            page.histogram(f"roundtable_{name}", text, tally.spreads_of(name))
 
     def _jobs(self, page: Families, jobs: JobRegistry, sessions: Sessions) -> None:
         live = {(runner.row.id,): runner for runner in jobs.runners()}

@@ -15,8 +15,9 @@ from roundtable.client.training.metrics import Metrics, left_out_or_cut, summabl
 from roundtable.client.training.private_training import CANNOT_SAMPLE
 from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.encodings.feedback import Sending, without_memory
-from roundtable.core.encodings.journey import travelled
+from roundtable.core.encodings.journey import norm, travelled
 from roundtable.core.errors import PrivacyError, TaskError
+from roundtable.core.observability.transfer_figures import TransferFigures
 from roundtable.core.privacy_table import ExampleLevel
 from roundtable.engine import Mean, Received, Rows
 from roundtable.engine.messages import Aggregate, Step, Update
@@ -44,6 +45,7 @@ class ClientUpdates:
         self.steps: dict[int, int] = {}
         self._attackers = Attackers.of(world.job)
         self._encoding = get_encoding(world.job.transfer.up).over(world.layout.sent)
+        self._travelled: dict[str, tuple[int, float | None]] = {}
         self._secure = SecureAggregation.of(world.job, world.layout.sent.size)
         self._before: dict[str, Metrics] = {}
         self._warned: set[str] = set()
@@ -197,28 +199,59 @@ class ClientUpdates:
         self.local.update({index: self.pending[index] for index in used if index in self.pending})
         self.pending = {index: self.pending[index] for index in waiting if index in self.pending}
 
+    def transfer_of(self, client: str, round: int) -> TransferFigures | None:
+        """What the way of the client's newest update would have been; None under masks.
+
+        Models count as if the client had the one before: the change from it, where that is sent.
+        """
+        if self._secure is not None:
+            return None
+        layout, down = self.world.layout, self.world.job.transfer.down
+        whole = change = 4 * layout.size
+        if down != "float32" and round > 1:
+            encoding = get_encoding(down).over(layout)
+            change = min(whole, encoding.encoded_size(layout.size) or encoding.size_bound(layout.size))
+        size, error = self._travelled.pop(client)
+        return TransferFigures(
+            up=size, up_plain=4 * layout.sent.size, down=change, down_plain=whole, error=error
+        )
+
     def _received(self, answer: Trained, row: Tensor, step: Step) -> None:
         """What the encoding makes of the update, as if it had travelled; and what stays at the client."""
         index, kept = self.world.names.index_of(answer.client), dict(answer.local)
-        if row.numel() and self._encoding.dense_dtype != torch.float32:
-            key = StreamKey(self.world.job.seed, answer.client, step.round, step.attempt)
-            if self._encoding.keeps or self.world.job.transfer.remembers:
-                kept |= self._remembered(row, key, self.local.get(index))
-            else:
-                travelled(self._encoding, row, key)
+        size, error = self._encoding.encoded_size(self.world.layout.sent.size) or 0, None
+        if self._encoding.dense_dtype == torch.float32:
+            error = 0.0
+        elif row.numel():
+            size, error, memory = self._journey(answer.client, index, row, step)
+            kept |= memory
+        self._travelled[answer.client] = (size, error)
         if kept:
             self.pending[index] = kept
 
-    def _remembered(self, row: Tensor, key: StreamKey, kept: LocalState | None) -> dict[str, Tensor]:
-        """What a client keeps of an update that travels, of which the row becomes what arrives."""
-        transfer = self.world.job.transfer
-        sending = Sending(row.to("cpu", copy=True), self._encoding, key, kept, transfer.memory)
+    def _journey(
+        self, client: str, index: int, row: Tensor, step: Step
+    ) -> tuple[int, float | None, dict[str, Tensor]]:
+        """Makes of an update what arrives; its bytes, its relative error, what the client remembers.
+
+        Of a plain array no error is given: some backends round such rows where they are made.
+        """
+        encoding, transfer = self._encoding, self.world.job.transfer
+        key = StreamKey(self.world.job.seed, client, step.round, step.attempt)
+        dense = encoding.dense_dtype is not None
+        if dense and not transfer.remembers:
+            return travelled(encoding, row, key), None, {}
+        vector = row.to("cpu", copy=True)
+        length = norm(vector)
+        sending = Sending(vector, encoding, key, self.local.get(index), transfer.memory)
         data, decoded = b"".join(sending.blocks()), torch.empty(row.numel())
-        self._encoding.decode(data, decoded, key)
+        encoding.decode(data, decoded, key)
         if transfer.remembers:
             sending.decoded(0, decoded)
+        lost = vector if transfer.memory.way == "error" else vector - decoded
         row.copy_(decoded)
-        return sending.remembered
+        error = norm(lost) / length if length and not dense else None
+        return len(data), error, sending.remembered
 
     def work(self, indices: Iterable[int]) -> Iterator[Work]:
         for index in indices:

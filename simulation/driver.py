@@ -197,7 +197,11 @@ class Driver:
         if isinstance(answer, Failed):
             self._handle(failure_event(answer, due.step))
             return
-        update = m.Update(answer.client, m.RowReference(row), answer.examples, answer.loss, answer.metrics)
+        transfer = self._updates.transfer_of(answer.client, due.step.round)
+        reference = m.RowReference(row)
+        update = m.Update(
+            answer.client, reference, answer.examples, answer.loss, answer.metrics, transfer=transfer
+        )
         self._handle(m.UpdateArrived(due.step, update))
 
     def _train(self, due: AnswerDue) -> None:

@@ -212,6 +212,7 @@ def header_of(update: Finished, offset: int = 0) -> Any:
         announcement,
         offset,
         update.model,
+        update.arrival,
     )
 
 

@@ -26,6 +26,7 @@ from roundtable.client.policy.rules import Metrics
 from roundtable.client.sharing.line_sharing import LineSharing
 from roundtable.client.sharing.silo_report import RecentLines
 from roundtable.client.step_key import StepKey
+from roundtable.client.trainer import TrainedUpdate
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import IdentityError, RoundtableError
 from roundtable.core.identity.credentials import CA_CERTIFICATE, load_silo_identity, verify_identity
@@ -103,9 +104,9 @@ class Gatekeeper:
         lets any, `admit` has decided."""
         return tell(job.privacy, Tells.EVALUATION, self.rules.leaving(metrics), {})
 
-    def trained(self, job: JobConfig, examples: int, metrics: Metrics) -> Told[UpdateFigures]:
-        """The example count and the metrics that go with an update: 1 and none where they may not be told."""
-        figures = UpdateFigures(examples, self.rules.leaving(metrics))
+    def trained(self, job: JobConfig, trained: TrainedUpdate) -> Told[UpdateFigures]:
+        """What goes with an update: an example count of 1 and nothing else where that may not be told."""
+        figures = UpdateFigures(trained.examples, self.rules.leaving(trained.metrics), trained.writing)
         return tell(job.privacy, Tells.SILO, figures, UpdateFigures(1))
 
     def working(self, job: JobConfig, seen: ProgressFigures) -> Told[ProgressFigures] | None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from roundtable.core.errors import EncodingError, ResourceError, TransferError, 
 from roundtable.core.failpoints import failpoint
 from roundtable.core.model_delta import NAME_LENGTH, apply_delta
 from roundtable.core.observability.logs import request_metadata
+from roundtable.core.observability.transfer_figures import ModelArrival
 from roundtable.proto import agent_pb2_grpc
 
 _log = logging.getLogger("roundtable.agent")
@@ -37,6 +39,7 @@ class ModelCache:
         self._folder = folder
         self._keep = keep
         self._turn = asyncio.Lock()
+        self._arrived = ModelArrival()
         folder.mkdir(parents=True, exist_ok=True)
 
     async def obtain(
@@ -89,6 +92,11 @@ class ModelCache:
                     await self._download(stub, artifact, path, received)
             os.utime(path)
             return path
+
+    def arrived(self, before: ModelArrival) -> ModelArrival:
+        """`before` and what has arrived since this was asked last."""
+        here, self._arrived = self._arrived, ModelArrival()
+        return ModelArrival(before.size + here.size, before.seconds + here.seconds)
 
     async def check(self, path: Path) -> None:
         """TransferError unless a file that `fetch` gave is still whole: what came of it must not leave."""
@@ -197,10 +205,14 @@ class ModelCache:
         digest = blake3()
         if have:
             digest.update_mmap(partial)
+        began = time.monotonic()
         try:
             await _receive(stub, artifact, partial, have, digest, received)
         except OSError as error:
             raise explained(error, partial) from error
+        before = self._arrived
+        taken = before.seconds + time.monotonic() - began
+        self._arrived = ModelArrival(before.size + artifact.size - have, taken)
         if digest.hexdigest() != artifact.digest:
             partial.unlink()
             raise TransferError(

@@ -18,6 +18,7 @@ from roundtable.client.durable_files import digest_of, sync, write_file
 from roundtable.client.step_key import StepKey
 from roundtable.core.failpoints import failpoint
 from roundtable.core.observability.released import Told, public
+from roundtable.core.observability.transfer_figures import NOTHING_CAME, ModelArrival, Writing
 
 _log = logging.getLogger("roundtable.agent")
 _NOTHING = public(UpdateFigures())
@@ -28,7 +29,8 @@ class Finished:
     """An update that is ready to be sent.
 
     `announcement` signs a masked one (hexadecimal), which holds its example count and metrics inside; `model`
-    is the digest of the model that it was trained from, `told` what of its training may go with it.
+    is the digest of the model that it was trained from, `told` what of its training may go with it, `arrival`
+    what came of models before.
     """
 
     step: StepKey
@@ -39,6 +41,7 @@ class Finished:
     told: Told[UpdateFigures] = _NOTHING
     announcement: str = ""
     model: str = ""
+    arrival: ModelArrival = NOTHING_CAME
 
     @property
     def content(self) -> ArtifactName:
@@ -109,7 +112,7 @@ class Spool:
         for path in self._folder.glob("*.json"):
             try:
                 fields = json.loads(path.read_bytes())
-                item = Finished(**{**fields, "step": StepKey(*fields["step"]), "told": _told(fields["told"])})
+                item = _finished(fields)
                 whole = digest_of(self.bytes_of(item.step)) == item.digest
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
                 _log.warning("the finished update %s cannot be read and is dropped: %s", path.stem, error)
@@ -126,7 +129,13 @@ class Spool:
         return self._folder / f"{step.slug}.json"
 
 
+def _finished(fields: Mapping[str, Any]) -> Finished:
+    step, arrival = StepKey(*fields["step"]), ModelArrival(*fields["arrival"])
+    return Finished(**{**fields, "step": step, "told": _told(fields["told"]), "arrival": arrival})
+
+
 def _told(kept: Mapping[str, Any]) -> Told[UpdateFigures]:
     """What was held against the job's level before it was written down."""
     metrics = {name: (value, count) for name, (value, count) in kept["value"]["metrics"].items()}
-    return Told(UpdateFigures(kept["value"]["examples"], metrics))
+    writing = Writing(**kept["value"]["writing"]) if kept["value"]["writing"] else None
+    return Told(UpdateFigures(kept["value"]["examples"], metrics, writing))

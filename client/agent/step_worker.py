@@ -38,6 +38,7 @@ from roundtable.client.trainer import Figures, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
 from roundtable.core.errors import ResourceError
 from roundtable.core.failpoints import failpoint
+from roundtable.core.observability.transfer_figures import ModelArrival
 
 _log = logging.getLogger("roundtable.agent")
 
@@ -67,6 +68,7 @@ class StepWorker:
         self._trainer = trainer
         self._models = models
         self._spool = spool
+        self._arrivals: dict[str, ModelArrival] = {}
 
     async def do(
         self, step: StepKey, instruction: StepInstruction, working: Callable[[], int]
@@ -83,6 +85,7 @@ class StepWorker:
         arriving = partial(self._reporter.transferred, step, "downloading")
         route = ModelRoute.of(job.transfer.down, instruction.hops)
         model = await self._models.obtain(self._link, asked.model, arriving, working, route)
+        self._arrivals[step.job] = self._models.arrived(self._arrivals.get(step.job, ModelArrival()))
         failpoint("model_here", step.round, step.phase)
         work = StepWork(
             step=step,
@@ -118,8 +121,9 @@ class StepWorker:
             size=trained.size,
             layout=work.layout,
             encoding=work.job.transfer.up,
-            told=self._gate.trained(work.job, trained.examples, trained.metrics),
+            told=self._gate.trained(work.job, trained),
             model=model,
+            arrival=self._arrivals.pop(work.step.job, ModelArrival()),
         )
 
     async def _train_masked(self, work: StepWork, attempt: MaskingAttempt) -> Finished:
@@ -133,7 +137,8 @@ class StepWorker:
         plain.unlink()
         await asyncio.to_thread(self._secure.keep, step)
         proof = attempt.client.masked().hex()
-        return Finished(step, digest, size, work.layout, encoding=MASKED, announcement=proof)
+        arrival = self._arrivals.pop(step.job, ModelArrival())
+        return Finished(step, digest, size, work.layout, encoding=MASKED, announcement=proof, arrival=arrival)
 
     async def _measured(self, work: StepWork, bounds: Mapping[str, float]) -> Metrics:
         """What the model that the round begins with gives, for the round's sum; nothing of it is reported."""

@@ -19,6 +19,7 @@ from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import sign
 from roundtable.core.observability.logs import LineKind
 from roundtable.core.observability.released import Told
+from roundtable.core.observability.transfer_figures import NOTHING_CAME, ModelArrival, Writing
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values, update_values
 
@@ -35,10 +36,12 @@ class ProgressFigures:
 
 @dataclass(frozen=True)
 class UpdateFigures:
-    """What goes with an update in the clear: its example count and training metrics."""
+    """What goes with an update in the clear: its example count and training metrics, and how it was
+    written."""
 
     examples: int = 0
     metrics: Metrics = field(default_factory=dict)
+    writing: Writing | None = None
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,7 @@ def upload_header(
     announcement: bytes = b"",
     offset: int = 0,
     model: str = "",
+    arrival: ModelArrival = NOTHING_CAME,
 ) -> agent_pb2.UploadHeader:
     """What goes before an update's bytes; `model` is the digest of the model that it was trained from."""
     return agent_pb2.UploadHeader(
@@ -199,6 +203,8 @@ def upload_header(
         offset=offset,
         announcement=announcement,
         model=model,
+        writing=_writing(told),
+        arrival=agent_pb2.Arrival(**arrival._asdict()) if arrival.size else None,
     )
 
 
@@ -242,6 +248,16 @@ def figures_message(figures: Figures) -> common_pb2.StepFigures:
     """Figures by name as they travel."""
     values = {name: int(value) if name in _EXACT else value for name, value in figures.items()}
     return common_pb2.StepFigures(**values)  # type: ignore[arg-type]
+
+
+def _writing(told: Told[UpdateFigures]) -> agent_pb2.Writing | None:
+    figures = told.value
+    if figures.writing is None:
+        return None
+    return agent_pb2.Writing(
+        seconds=figures.writing.seconds,
+        error=math.nan if figures.writing.error is None else figures.writing.error,
+    )
 
 
 def _maintenance(drained: str | None) -> agent_pb2.Maintenance:

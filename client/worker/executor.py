@@ -133,10 +133,9 @@ class Executor:
             log.warning("%s: what was remembered of earlier updates is lost; it begins anew", order.job)
         # What is remembered is durable before the update can leave: it counts with the update, or not at all.
         written = write_remembering(Path(order.output), update.delta, transfer, sent, key, kept)
-        digest, size, memory = written
-        left = {**update.local, **memory}
+        left = {**update.local, **written.memory}
         self._state.save(order.job, (order.round, order.attempt), left, order.counted)
-        return TrainedUpdate(digest, size, update.examples, update.metrics)
+        return TrainedUpdate(written.digest, written.size, update.examples, update.metrics, written.writing)
 
     def _protection(self, order: Order, mode: str) -> Protection:
         settings, folder = self.settings, Path(self.settings.jobs).parent / "privacy"

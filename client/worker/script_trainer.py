@@ -168,9 +168,9 @@ class ScriptTrainer:
         written = await asyncio.to_thread(
             write_remembering, work.output, delta, transfer, start.layout.sent, key, local
         )
-        digest, size, memory = written
-        self._state.save(work.step.job, (work.step.round, work.step.attempt), {**mine, **memory}, work.kept)
-        return TrainedUpdate(digest, size, examples, metrics)
+        left = {**mine, **written.memory}
+        self._state.save(work.step.job, (work.step.round, work.step.attempt), left, work.kept)
+        return TrainedUpdate(written.digest, written.size, examples, metrics, written.writing)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer: by the script's function, in a thread of its own; without one there are no metrics."""

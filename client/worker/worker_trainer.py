@@ -24,6 +24,7 @@ from roundtable.client.worker.rehearsal import Rehearsed
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.identity.certificates import SECRET_VARIABLES
 from roundtable.core.observability.logs import shareable
+from roundtable.core.observability.transfer_figures import Writing
 from roundtable.core.privacy_table import ExampleLevel
 
 _log = logging.getLogger("roundtable.agent")
@@ -73,7 +74,8 @@ class WorkerTrainer:
         answer = await self._do("train", work, progress)
         update = answer["trained"]
         metrics = {name: (value, count) for name, (value, count) in update["metrics"].items()}
-        return TrainedUpdate(update["digest"], update["size"], update["examples"], metrics)
+        writing = Writing(**update["writing"])
+        return TrainedUpdate(update["digest"], update["size"], update["examples"], metrics, writing)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""

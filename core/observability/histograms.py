@@ -45,6 +45,10 @@ class ProcessMetrics:
         """Adds 1 to the counter of this name and these labels."""
         self.counts[name, *labels] += 1
 
+    def add(self, name: str, amount: int, *labels: str) -> None:
+        """Adds an amount to the counter of this name and these labels."""
+        self.counts[name, *labels] += amount
+
     def took(self, name: str, label: str, seconds: float) -> None:
         """Adds a duration in seconds to the histogram of this name and label; below 0 counts as 0."""
         self.spreads.setdefault((name, label), Histogram()).add(max(0.0, seconds))

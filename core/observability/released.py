@@ -179,10 +179,16 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.NOISY, "model"),
         # The digest alone; the state itself never leaves.
         **_of(Tells.NOISY, "optimizer"),
-        **_of(Tells.COHORT, "cohort contributors failures staleness closed"),
+        **_of(Tells.COHORT, "cohort contributors failures staleness closed transfers"),
         **_of(Tells.UPDATE, "excluded weights diagnosis"),
         **_of(Tells.TRAINING, "training before"),
         **_of(Tells.EVALUATION, "evaluation client_metrics"),
+    },
+    # What the way of one silo's update took: how long it is may follow from its values.
+    "transfer": {
+        **_of(Tells.COHORT, "up_plain down down_plain down_seconds"),
+        **_of(Tells.UPDATE, "up up_seconds decoding_seconds encoding"),
+        **_of(Tells.SILO, "encoding_seconds error"),
     },
     "charge": {
         **_of(Tells.PUBLIC, "level charge noise_multiplier guarantee epsilon delta silo_charge"),
@@ -215,8 +221,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     # A round in numbers: trackers and spans. A mean has the prefix `train_` or `before_`, or its own name.
     "figures": {
         **_of(Tells.PUBLIC, "time seconds epsilon"),
-        **_of(Tells.COHORT, "clients failed staleness"),
-        "excluded": Tells.UPDATE,
+        **_of(Tells.COHORT, "clients failed staleness down_bytes"),
+        **_of(Tells.UPDATE, "excluded up_bytes"),
+        "encoding_error": Tells.SILO,
     },
     "span": {"model": Tells.NOISY, **_of(Tells.COHORT, "cohort contributors")},
     # The coordinator's page of metrics, without the prefix `roundtable_`.
@@ -231,8 +238,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
             "certificate_expires_timestamp_seconds certificate_issued_timestamp_seconds transfer_bytes "
             "rounds",
         ),
-        **_of(Tells.COHORT, "queue_length updates incidents silos"),
-        "updates_refused": Tells.UPDATE,
+        **_of(Tells.COHORT, "queue_length updates incidents silos model_bytes"),
+        **_of(Tells.UPDATE, "updates_refused update_bytes decoding_seconds"),
+        **_of(Tells.SILO, "encoding_seconds encoding_error"),
     },
     # The coordinator to operators.
     "StatusReply": _of(
@@ -340,11 +348,14 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "Goodbye": {"reason": Tells.PUBLIC},
     # The bytes that follow are the update: masked, noisy, or bare to a coordinator that adds the noise.
     "UploadHeader": {
-        **_of(Tells.PUBLIC, "step model layout encoding offset announcement time"),
+        # Of arrivals the network and the clock decide.
+        **_of(Tells.PUBLIC, "step model layout encoding offset announcement time arrival"),
         # Of what the coordinator gets in the next breath; the signature is over these fields alone.
         **_of(Tells.PUBLIC, "content signature"),
-        **_of(Tells.SILO, "examples metrics"),
+        **_of(Tells.SILO, "examples metrics writing"),
     },
+    "Writing": _of(Tells.SILO, "seconds error"),
+    "Arrival": _of(Tells.PUBLIC, "size seconds"),
 }
 """Channel → field → what it tells. Capitalised channels are messages of the wire."""
 

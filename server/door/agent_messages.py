@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from roundtable.core.errors import SiteFailure
+from roundtable.core.observability.transfer_figures import NOTHING_CAME, ModelArrival, Writing
 from roundtable.engine import messages as m
 from roundtable.server.store import AgentRow, Capacity
 
@@ -224,6 +225,7 @@ class UploadOffer:
 
     `flaw` says why nothing of the kind can be taken, in words; empty if nothing is wrong. `model` is the one
     that it was trained from; `statement` is what the silo has signed at `time`, but for its own name.
+    `writing` and `arrival` are what the silo says of its work, and nothing rests on them.
     """
 
     at: JobStep
@@ -240,6 +242,8 @@ class UploadOffer:
     signature: bytes
     statement: Mapping[str, str | int | float]
     flaw: str = ""
+    writing: Writing | None = None
+    arrival: ModelArrival = NOTHING_CAME
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from roundtable.core.errors import FAILURE_KINDS, ProtocolError
 from roundtable.core.foreign_text import printable
 from roundtable.core.observability.log_levels import LEVELS
 from roundtable.core.observability.logs import LineKind
+from roundtable.core.observability.transfer_figures import ModelArrival, Writing
 from roundtable.engine import messages as m
 from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, common_pb2
 from roundtable.proto.receipts import update_values
@@ -59,6 +60,8 @@ MOST_LINES = 500
 """Lines that a silo shares in one message."""
 _LINE = 1100
 _REPORT_BYTES = 256 << 10
+_MOST_SECONDS = 10 * 366 * 86400.0
+_MOST_ERROR = 1e9
 _REPORT_STATES = ("shown", "denied", "sent")
 _KINDS = get_args(LineKind)
 
@@ -117,6 +120,20 @@ def offer_of(header: agent_pb2.UploadHeader) -> UploadOffer:
         signature=bounds.bounded(header.signature, bounds.SIGNATURE_BYTES, "an upload's signature"),
         statement={name: value for name, value in update_values("", header).items() if name != "client"},
         flaw=flaw,
+        writing=_writing(header.writing) if header.HasField("writing") else None,
+        arrival=ModelArrival(
+            min(header.arrival.size, bounds.MOST_BYTES),
+            bounds.within(header.arrival.seconds, 0.0, _MOST_SECONDS, "the seconds of a model's arrival"),
+        ),
+    )
+
+
+def _writing(message: agent_pb2.Writing) -> Writing:
+    seconds = bounds.within(message.seconds, 0.0, _MOST_SECONDS, "the seconds of an update's encoding")
+    if math.isnan(message.error):
+        return Writing(seconds)
+    return Writing(
+        seconds, bounds.within(message.error, 0.0, _MOST_ERROR, "the error of an update's encoding")
     )
 
 

@@ -20,6 +20,7 @@ from roundtable.core.errors import (
 )
 from roundtable.core.failpoints import failpoint
 from roundtable.core.observability.released import public
+from roundtable.core.observability.transfer_figures import ModelArrival
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m
 from roundtable.server.door import to_agents
@@ -229,6 +230,13 @@ class JobRegistry:
     def may_read(self, client: str, digest: str) -> bool:
         """Whether an instruction in force names this artifact to this agent."""
         return any(runner.may_read(client, digest) for runner in self._runners.values())
+
+    def sent(self, client: str, digest: str, sent: ModelArrival) -> None:
+        """Notes that an agent was sent this artifact, for the job whose instruction names it."""
+        for runner in self._runners.values():
+            if runner.may_read(client, digest):
+                runner.instructions.sent(client, sent)
+                return
 
     def tells_cohorts(self, client: AgentRow) -> bool:
         """Whether what an agent does may be told: no job that runs here may have drawn it in secret."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from roundtable.core.observability.transfer_figures import ModelArrival
 from roundtable.engine import messages as m
 from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import StepProgress
@@ -29,6 +30,7 @@ class StepInstructions:
         self._in_force: dict[str, m.Instruct] = {}
         self._progress: dict[str, StepProgress] = {}
         self.means = StepMeans()
+        self._sent: dict[str, ModelArrival] = {}
 
     def send(self, action: m.Instruct, certificates: Sequence[bytes]) -> None:
         """Sends an instruction, with the certificates of those who take part in secure aggregation."""
@@ -65,6 +67,15 @@ class StepInstructions:
         if instruction is None:
             return False
         return digest == instruction.model or any(hop.delta == digest for hop in instruction.hops)
+
+    def sent(self, client: str, sent: ModelArrival) -> None:
+        """Counts what the agent was sent of models, until its next update."""
+        before = self._sent.get(client, ModelArrival())
+        self._sent[client] = ModelArrival(before.size + sent.size, before.seconds + sent.seconds)
+
+    def take_sent(self, client: str) -> ModelArrival:
+        """What the agent was sent since this was asked last; a restart forgets that."""
+        return self._sent.pop(client, ModelArrival())
 
     def step_of(self, client: str) -> m.Step | None:
         """The step of the instruction in force for this agent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,12 +80,26 @@ class CoordinatorObserver:
         self.tally.count("rounds", "failed" if record.get("closed") else "committed")
         self.tally.took("round", "", record["ended"] - record["started"])
         self.tally.took("phase", m.COMMIT, stored)
+        for transfer in record["transfers"].values():
+            self._travelled(transfer)
         round, attempt = record["round"], record["attempt"]
         commit = Span(job, round, attempt, (m.COMMIT,), now - stored, now, values={"model": record["model"]})
         self._tracer.tell(commit)
         sizes = (name for name in ("cohort", "contributors") if name not in record["withheld"])
         values = {name: len(record[name]) for name in sizes}
         self._tracer.tell(Span(job, round, attempt, (), record["started"], now, values=values))
+
+    def _travelled(self, transfer: Mapping[str, Any]) -> None:
+        """Counts what an update's way took, as far as the job tells it."""
+        for what, name in (("update", "up"), ("model", "down")):
+            if name in transfer:
+                self.tally.add(f"{what}_bytes", transfer[name], "sent")
+                self.tally.add(f"{what}_bytes", transfer[f"{name}_plain"], "plain")
+        for name in ("encoding_seconds", "decoding_seconds"):
+            if name in transfer:
+                self.tally.took(name, "", transfer[name])
+        if "error" in transfer:
+            self.tally.took("encoding_error", "", transfer["error"])
 
     def _left(self, job: str, place: _Place, step: m.Step | None, now: float, committed: bool) -> None:
         """Times a phase that is over; without a commit the attempt may be over with it."""

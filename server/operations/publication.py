@@ -60,10 +60,17 @@ class Publication:
         empty = {name: type(plain[name])() for name in gone}
         if "failures" in kept and not self._tells_updates:
             kept["failures"] = dict.fromkeys(record.failures, _UNANSWERED)
+        held_back: set[str] = set()
+        if "transfers" in kept:
+            told = {
+                name: released("transfer", each, self._privacy) for name, each in record.transfers.items()
+            }
+            kept["transfers"] = {name: values for name, (values, _) in told.items()}
+            held_back = {f"transfers.{name}" for _, names in told.values() for name in names}
         if "contributors" in kept and "excluded" in gone:
             # Who was left out could be told from who is missing.
             kept["contributors"] = tuple(sorted({*record.contributors, *record.excluded}))
-        withheld = tuple(sorted([*gone, *(f"charge.{name}" for name in kept_back)]))
+        withheld = tuple(sorted([*gone, *(f"charge.{name}" for name in kept_back), *held_back]))
         return Told(m.RoundRecord(**{**kept, **empty, "charge": charge, "withheld": withheld}))
 
     def plain(self, record: m.RoundRecord) -> Told[dict[str, Any]]:

@@ -18,6 +18,7 @@ from roundtable.core.errors import IdentityError, SiteFailure, StorageError
 from roundtable.core.identity.credentials import verify_identity
 from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.released import Tells, is_told
+from roundtable.core.observability.transfer_figures import ModelArrival
 from roundtable.engine import messages as m
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
 from roundtable.server.auth.access import (
@@ -144,11 +145,15 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"no instruction in force for {caller(context)} names the artifact {wish.digest[:12]!r}",
             )
+        began = time.monotonic()
         try:
-            await transfer.send_artifact(context, self._services.artifacts, wish, self._threads)
+            size = await transfer.send_artifact(context, self._services.artifacts, wish, self._threads)
         except DamagedArtifact as error:
             self._jobs.damaged(error)
             raise
+        if principal().source != "relay":
+            # What a relay loads is for all of its silos.
+            self._jobs.sent(caller(context), wish.digest, ModelArrival(size, time.monotonic() - began))
 
     @override
     async def UploadStatus(self, request: agent_pb2.UploadHeader, context: Context) -> agent_pb2.UploadState:

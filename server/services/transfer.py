@@ -46,15 +46,16 @@ async def _let_go(future: asyncio.Future[Any]) -> None:
 
 async def send_artifact(
     context: Context, artifacts: ArtifactStore, wish: DownloadWish, threads: ThreadPoolExecutor
-) -> None:
-    """Sends an artifact from the wished offset onwards. DamagedArtifact if it is whole nowhere.
+) -> int:
+    """Sends an artifact from the wished offset onwards, and counts the bytes. DamagedArtifact if it is whole
+    nowhere.
 
     One that was damaged as it was read is mended, and the caller told to ask again.
     """
     loop, blocking = asyncio.get_running_loop(), artifacts.threads(threads)
     path = await loop.run_in_executor(blocking, artifacts.path, wish.digest)
     try:
-        await send(context, path, wish.digest, wish.offset, threads)
+        return await send(context, path, wish.digest, wish.offset, threads)
     except DamagedArtifact as error:
         await loop.run_in_executor(blocking, artifacts.mend, wish.digest)
         raise Refusal(
@@ -62,15 +63,15 @@ async def send_artifact(
         ) from error
 
 
-async def send(context: Context, path: Path, digest: str, offset: int, threads: ThreadPoolExecutor) -> None:
-    """Writes the file's chunks from `offset` onwards; waits whenever the network does.
+async def send(context: Context, path: Path, digest: str, offset: int, threads: ThreadPoolExecutor) -> int:
+    """Writes the file's chunks from `offset` onwards, and counts the bytes; waits whenever the network does.
 
     What goes out from the first byte on is hashed, and its last chunks are kept back if it is not the
     artifact: DamagedArtifact. Who goes on from the middle checks the whole, and begins anew if that is wrong.
     """
     loop = asyncio.get_running_loop()
     hasher = None if offset else blake3()
-    file = os.open(path, os.O_RDONLY)
+    file, first = os.open(path, os.O_RDONLY), offset
     ahead: asyncio.Future[list[bytes]] | None = None
     try:
         size = os.fstat(file).st_size
@@ -91,6 +92,7 @@ async def send(context: Context, path: Path, digest: str, offset: int, threads: 
                 await context.write(Piece(offset, data))
                 offset += len(data)
                 failpoint("model_part_sent")
+        return offset - first
     finally:
         if ahead is not None:
             await _let_go(ahead)

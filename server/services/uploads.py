@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,11 @@ import grpc
 from roundtable.core.errors import SiteFailure, TransferError
 from roundtable.core.failpoints import failpoint
 from roundtable.core.observability.released import Tells, is_told
+from roundtable.core.observability.transfer_figures import TransferFigures
 from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2
 from roundtable.proto.pieces import Piece
-from roundtable.server.auth.access import Refusal
+from roundtable.server.auth.access import Refusal, principal
 from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.door.from_agents import offer_of
@@ -30,7 +32,7 @@ from roundtable.server.services.update_statements import signed_statement, unsig
 from roundtable.server.services.upload_receipts import Outcome, Receipt, Receipts, settled
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.blobs import BlobWriter
-from roundtable.server.storage.finite_check import ContentCheck
+from roundtable.server.storage.finite_check import ContentCheck, EncodedCheck
 from roundtable.server.store import ArtifactRow, UpdateRow
 from roundtable.server.store.jobs import receipt_of
 
@@ -183,13 +185,14 @@ class Uploads:
         await self._pay(offer)
         check = offer.runner.collection.content_check(offer.client, offer.update)
         offer.runner.inbox.post(m.WorkStarted(offer.client, offer.step, "uploading"))
+        began = time.monotonic()
         artifacts = self._services.artifacts
         writer = artifacts.receive(offer.owner, update.digest, update.size, check, update.offset)
         try:
             await transfer.in_thread(self._threads, _forget_others, artifacts, offer.owner, update.digest)
             await transfer.in_thread(self._threads, writer.open)
             await transfer.receive(_pieces(parts, offer.step), writer, update.size, self._threads)
-            return await self._complete(offer, writer, check)
+            return await self._complete(offer, writer, check, time.monotonic() - began)
         finally:
             writer.close()
 
@@ -205,8 +208,11 @@ class Uploads:
             await offer.runner.receive(offer.client, offer.step)
         self._begun[offer.owner] = digest
 
-    async def _complete(self, offer: Offer, writer: BlobWriter, check: ContentCheck) -> Outcome:
-        """Checks that the written bytes are complete, match the digest and are finite; then keeps them."""
+    async def _complete(
+        self, offer: Offer, writer: BlobWriter, check: ContentCheck, seconds: float
+    ) -> Outcome:
+        """Checks that the bytes are complete, match the digest and are finite; then keeps them. They took
+        `seconds`."""
         size = offer.update.size
         if writer.offset != size:
             raise Refusal(
@@ -217,17 +223,22 @@ class Uploads:
             writer.check()
         except TransferError as error:
             return await self._corrupted_upload(offer, error)
-        if problem := await transfer.in_thread(self._threads, check.flaw, writer.path):
+        began = time.monotonic()
+        problem = await transfer.in_thread(self._threads, check.flaw, writer.path)
+        decoded = time.monotonic() - began if isinstance(check, EncodedCheck) else None
+        figures = self._figures(offer, seconds, decoded)
+        if problem:
             writer.forget()
             return await self._reject(offer, "invalid_update", problem)
         threads = self._services.artifacts.threads(self._threads)
         digest, size = await transfer.in_thread(threads, writer.finish)
         try:
-            return await self._deliver(offer, ArtifactRow(digest, size, "update", self._services.clock()))
+            row = ArtifactRow(digest, size, "update", self._services.clock())
+            return await self._deliver(offer, row, figures)
         finally:
             self._services.artifacts.unpin([digest])
 
-    async def _deliver(self, offer: Offer, artifact: ArtifactRow) -> Outcome:
+    async def _deliver(self, offer: Offer, artifact: ArtifactRow, figures: TransferFigures) -> Outcome:
         offered, client = offer.update, offer.client
         offer.runner.collection.arrived(client, offered)
         # What must not be told is not kept: an honest agent does not send it.
@@ -235,7 +246,14 @@ class Uploads:
         metrics = dict(offered.metrics) if told else {}
         total, count = metrics.pop("loss", (0.0, 0))
         loss = total / count if count else None
-        update = m.Update(client, m.BlobReference(artifact.digest), _examples(offer), loss, metrics)
+        update = m.Update(
+            client,
+            m.BlobReference(artifact.digest),
+            _examples(offer),
+            loss,
+            metrics,
+            transfer=figures,
+        )
         event = m.UpdateArrived(offer.step, update)
         verdict = await offer.runner.inbox.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
         self._begun.pop(offer.owner, None)
@@ -244,6 +262,26 @@ class Uploads:
             failpoint("receipt_due", offer.step.round, offer.step.phase)
             return Outcome(Receipt.ACCEPTED)
         return await self._settled(client, offered, verdict)
+
+    def _figures(self, offer: Offer, received: float, decoded: float | None) -> TransferFigures:
+        """What the update's way took. A part of an upload, or a relay's line, tells nothing of the silo's."""
+        update, runner = offer.update, offer.runner
+        sent, model = runner.instructions.take_sent(offer.client), update.model
+        direct = principal().source != "relay"
+        told = update.writing if is_told(runner.job.privacy, Tells.SILO) else None
+        agreed = sent.size > 0 and sent.size == update.arrival.size
+        return TransferFigures(
+            up=update.size,
+            up_plain=4 * runner.layout.sent.size,
+            down=sent.size,
+            down_plain=(self._services.artifacts.size(model) or 0) if sent.size else 0,
+            up_seconds=received if direct and not update.offset else None,
+            # A silo that says less than the bytes took to leave here is not believed.
+            down_seconds=max(sent.seconds, update.arrival.seconds) if agreed else None,
+            encoding_seconds=told.seconds if told else None,
+            decoding_seconds=decoded,
+            error=told.error if told else None,
+        )
 
     async def _corrupted_upload(self, offer: Offer, error: TransferError) -> Outcome:
         """Asks for the bytes again, from the first; after a few times rejects the update."""

@@ -14,7 +14,7 @@ from roundtable.cli.jobs.chosen_model import model_of
 from roundtable.cli.jobs.diagnose import diagnose
 from roundtable.cli.jobs.job_log import job_log
 from roundtable.cli.jobs.job_privacy import job_privacy
-from roundtable.cli.jobs.job_view import loading_lines, print_detail, summary_of
+from roundtable.cli.jobs.job_view import loading_lines, print_detail, summary_of, transfer_sums
 from roundtable.cli.jobs.keeping import archive, clone, delete, download
 from roundtable.cli.jobs.queue import hold, move, release, show_queue
 from roundtable.cli.jobs.submit import apply, submit
@@ -124,6 +124,7 @@ def show(
         values = as_dict(detail)
         values["job_config"] = json.loads(detail.job_config or "{}")
         values["history"] = [json.loads(record) for record in detail.history]
+        values["transfer"] = transfer_sums(values["history"])
         print_json(values)
     else:
         print_detail(detail)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundtable.cli.shared.output import ago, duration, print_table, say
+from roundtable.cli.shared.output import ago, amount, duration, print_table, say
 from roundtable.cli.shared.rounds import figures_of, metrics_of
+from roundtable.core.observability.transfer_figures import TransferSums
 
 if TYPE_CHECKING:
     from roundtable.core.job_tables.task_table import JobTaskTable
@@ -85,6 +87,7 @@ def print_detail(detail: JobDetail) -> None:
     if records:
         say()
         _print_history(records)
+        _print_transfers(records)
 
 
 def _print_steps(detail: JobDetail) -> None:
@@ -154,8 +157,66 @@ def _print_history(records: list[dict[str, Any]]) -> None:
             record["round"],
             *(metrics_of(each).get(name, "") for name in names),
             f"{each['contributors']}/{each['cohort']}" if "cohort" in each else "secret",
+            *way_of(record),
             duration(each["seconds"]),
         )
         for record, each in zip(records, figures, strict=True)
     ]
-    print_table(("round", *names, "silos", "time"), rows, "")
+    print_table(("round", *names, "silos", "up", "down", "time"), rows, "")
+
+
+def way_of(record: Mapping[str, Any]) -> tuple[str, str]:
+    """What a round sent up and down, in words; empty where that is not told."""
+    sums = TransferSums.of(record.get("transfers", {}).values())
+    return sent(sums.up, sums.up_ratio), sent(sums.down, sums.down_ratio)
+
+
+def sent(size: int, ratio: float | None) -> str:
+    """Bytes in words, and how many times smaller they are than without encoding."""
+    if not size:
+        return ""
+    return f"{amount(size)} ({ratio:.1f} ×)" if ratio is not None and ratio > 1.05 else amount(size)
+
+
+def _print_transfers(records: list[dict[str, Any]]) -> None:
+    """The newest round's transfers by silo, and the sums over all rounds."""
+    told = [record for record in records if record.get("transfers")]
+    if not told:
+        return
+    say()
+    rows = [transfer_row(silo, each) for silo, each in told[-1]["transfers"].items()]
+    title = f"round {told[-1]['round']}"
+    print_table((title, "encoding", "up", "in", "down", "in", "encoded", "decoded", "error"), rows, "")
+    sums = TransferSums.of(each for record in told for each in record["transfers"].values())
+    say()
+    say(
+        f"sent       up {sent(sums.up, sums.up_ratio) or 'not told'}, "
+        f"down {sent(sums.down, sums.down_ratio) or 'not told'}, {sums.updates} updates of "
+        f"{len(told)} rounds"
+    )
+
+
+def transfer_row(silo: str, transfer: Mapping[str, Any]) -> tuple[str, ...]:
+    """A silo's transfer as a table's row; what is not told stays empty."""
+    sums = TransferSums.of([transfer])
+    seconds = {
+        name: f"{transfer[name]:.2f} s" if name in transfer else ""
+        for name in ("up_seconds", "down_seconds", "encoding_seconds", "decoding_seconds")
+    }
+    return (
+        silo,
+        transfer.get("encoding", ""),
+        sent(sums.up, sums.up_ratio),
+        seconds["up_seconds"],
+        sent(sums.down, sums.down_ratio),
+        seconds["down_seconds"],
+        seconds["encoding_seconds"],
+        seconds["decoding_seconds"],
+        f"{transfer['error']:.3f}" if "error" in transfer else "",
+    )
+
+
+def transfer_sums(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all updates of these rounds took together, with both ratios."""
+    sums = TransferSums.of(each for record in records for each in record.get("transfers", {}).values())
+    return {**sums._asdict(), "up_ratio": sums.up_ratio, "down_ratio": sums.down_ratio}

@@ -26,7 +26,7 @@ def test_the_reference_rounds_with_one_that_is_not_committed(reference_dir: Path
     rounds = zip(case["input"], case["encoding"]["committed"], case["expected"]["rounds"], strict=True)
     for number, (delta, committed, expected) in enumerate(rounds):
         key = StreamKey(0, "a", number, 0)
-        _, _, memory = write_remembering(path, torch.tensor(delta), job.transfer, FLAT, key, kept)
+        memory = write_remembering(path, torch.tensor(delta), job.transfer, FLAT, key, kept).memory
         sent = torch.empty(len(delta))
         encoding.decode(path.read_bytes(), sent, key)
         if committed:
@@ -46,7 +46,7 @@ def test_all_that_was_trained_is_sent_in_the_end(tmp_path: Path) -> None:
     for number in range(20):
         delta = torch.randn(9000, generator=torch.Generator().manual_seed(number))
         trained += delta
-        _, _, kept = write_remembering(path, delta, job.transfer, FLAT, StreamKey(0, "a", number), kept)
+        kept = write_remembering(path, delta, job.transfer, FLAT, StreamKey(0, "a", number), kept).memory
         encoding.decode(path.read_bytes(), out)
         sent += out
     torch.testing.assert_close(sent + kept[MEMORY], trained, rtol=1e-4, atol=1e-4)
@@ -62,7 +62,7 @@ def test_the_reference_rounds_of_ef21(reference_dir: Path, tmp_path: Path) -> No
         for attempt in range(2):
             key = StreamKey(0, "a", number, attempt)
             written = write_remembering(path, torch.tensor(delta), job.transfer, FLAT, key, kept)
-        kept, sent = written[2], torch.empty(len(delta))
+        kept, sent = written.memory, torch.empty(len(delta))
         encoding.decode(path.read_bytes(), sent, key)
         torch.testing.assert_close(sent, torch.tensor(expected["sent"]), rtol=1e-5, atol=1e-6)
         assert set(kept) == {ESTIMATE}

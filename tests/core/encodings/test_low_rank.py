@@ -44,7 +44,7 @@ def test_the_reference_rounds_as_a_silo_sends_them(cases: dict[str, dict[str, An
     for number, expected in enumerate(case["expected"]["decoded_rounds"]):
         for attempt in range(2):
             key, delta = StreamKey(0, "a", number, attempt), torch.tensor(case["input"]).reshape(-1)
-            _, _, memory = write_remembering(path, delta, job.transfer, layout, key, kept)
+            memory = write_remembering(path, delta, job.transfer, layout, key, kept).memory
         sent = torch.empty(layout.size)
         encoding.decode(path.read_bytes(), sent)
         torch.testing.assert_close(sent, torch.tensor(expected).reshape(-1), rtol=1e-4, atol=1e-5)

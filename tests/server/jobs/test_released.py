@@ -17,7 +17,7 @@ import pytest
 import sqlalchemy as sa
 import torch
 from blake3 import blake3
-from scripted_agent import ScriptedAgent
+from scripted_agent import ScriptedAgent, header_for
 from service import AGENTS, Operator, running
 
 from roundtable.core.observability.released import FIELDS, Tells, is_told
@@ -51,6 +51,7 @@ LEVELS = {
     "client_local": FIGURES + 'level = "client_local"',
 }
 EXAMPLES, LOSS, WORDS = 486_115_293_771, 7.6543210987, "KeyError in patients.py, line 7"
+LOST = 0.31415926535897
 """What a silo might tell of its data, in digits that no time, digest or signature holds by chance."""
 
 
@@ -71,7 +72,10 @@ async def take_part(agent: ScriptedAgent, change: torch.Tensor, fails: bool) -> 
         if fails:
             await agent.say(failure=agent_pb2.Failure(step=step, kind="task_error", detail=WORDS))
         else:
-            await agent.answer(message.instruction, change, EXAMPLES, loss=LOSS)
+            data = change.numpy().tobytes()
+            header = header_for(message.instruction, data, EXAMPLES, loss=LOSS)
+            header.writing.CopyFrom(agent_pb2.Writing(seconds=1.0, error=LOST))
+            await agent.upload(header, data)
 
 
 async def page_of(port: int) -> str:
@@ -153,7 +157,7 @@ async def test_operators_are_told_what_the_table_says_and_no_more(
     assert ('result="accepted"' in page) is is_told(privacy, Tells.COHORT)
     assert tells(*digests) is is_told(privacy, Tells.UPDATE)
     assert tells(WORDS) is is_told(privacy, Tells.UPDATE)
-    assert tells(str(EXAMPLES), str(LOSS)) is is_told(privacy, Tells.SILO)
+    assert tells(str(EXAMPLES), str(LOSS), str(LOST)) is is_told(privacy, Tells.SILO)
     names = {
         line.split()[2].removeprefix("roundtable_")
         for line in page.splitlines()
@@ -161,7 +165,13 @@ async def test_operators_are_told_what_the_table_says_and_no_more(
     }
     assert {re.sub("_total$|_created$", "", name) for name in names} <= FIELDS["metrics"].keys()
     withheld = {name for record in records for name in record["withheld"]}
-    assert withheld == {name for name, kind in FIELDS["round"].items() if not is_told(privacy, kind)}
+    fields = {name for name in withheld if "." not in name}
+    assert fields == {name for name, kind in FIELDS["round"].items() if not is_told(privacy, kind)}
+    transfers = [each for record in records for each in record["transfers"].values()]
+    sent = {name: FIELDS["transfer"][name] for each in transfers for name in each}
+    assert all(is_told(privacy, kind) for kind in sent.values())
+    assert bool(sent) is is_told(privacy, Tells.COHORT)
+    assert ("roundtable_update_bytes_total{" in page) is is_told(privacy, Tells.UPDATE, Tells.COHORT)
     assert ("participants" in told) is is_told(privacy, Tells.COHORT)
 
 
