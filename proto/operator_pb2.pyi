@@ -693,6 +693,7 @@ class Client(google.protobuf.message.Message):
     COMPLETED_FIELD_NUMBER: builtins.int
     DRAINED_FIELD_NUMBER: builtins.int
     DISABLED_FIELD_NUMBER: builtins.int
+    LINK_FIELD_NUMBER: builtins.int
     name: builtins.str
     online: builtins.bool
     state: builtins.str
@@ -711,6 +712,10 @@ class Client(google.protobuf.message.Message):
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def link(self) -> global___Link:
+        """What the coordinator has measured of its line; absent as long as it has not."""
+
     def __init__(
         self,
         *,
@@ -726,10 +731,41 @@ class Client(google.protobuf.message.Message):
         completed: builtins.int = ...,
         drained: builtins.str = ...,
         disabled: builtins.str = ...,
+        link: global___Link | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["completed", b"completed", "devices", b"devices", "disabled", b"disabled", "drained", b"drained", "last_seen", b"last_seen", "metadata", b"metadata", "name", b"name", "online", b"online", "selected", b"selected", "state", b"state", "tasks", b"tasks", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["link", b"link"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["completed", b"completed", "devices", b"devices", "disabled", b"disabled", "drained", b"drained", "last_seen", b"last_seen", "link", b"link", "metadata", b"metadata", "name", b"name", "online", b"online", "selected", b"selected", "state", b"state", "tasks", b"tasks", "version", b"version"]) -> None: ...
 
 global___Client = Client
+
+@typing.final
+class Link(google.protobuf.message.Message):
+    """Averages over rounds, the newest weigh most; 0 for what is not known."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    UP_FIELD_NUMBER: builtins.int
+    DOWN_FIELD_NUMBER: builtins.int
+    ROUND_TRIP_FIELD_NUMBER: builtins.int
+    ENCODING_FIELD_NUMBER: builtins.int
+    up: builtins.float
+    """Bytes a second, by updates that arrived and by models that were sent."""
+    down: builtins.float
+    round_trip: builtins.float
+    """Seconds of a round trip."""
+    encoding: builtins.float
+    """Bytes of float32 values that the silo encodes a second, as it tells."""
+    def __init__(
+        self,
+        *,
+        up: builtins.float = ...,
+        down: builtins.float = ...,
+        round_trip: builtins.float = ...,
+        encoding: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["down", b"down", "encoding", b"encoding", "round_trip", b"round_trip", "up", b"up"]) -> None: ...
+
+global___Link = Link
 
 @typing.final
 class DisableClientRequest(google.protobuf.message.Message):

@@ -37,6 +37,7 @@ from roundtable.server.leadership.election import Leadership
 from roundtable.server.metrics_page import CoordinatorPage, DatabaseAway
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
+from roundtable.server.operations.measured_lines import MeasuredLines
 from roundtable.server.operations.populations import Populations
 from roundtable.server.services.agents import AgentService
 from roundtable.server.services.job_logs import JobLogs
@@ -158,13 +159,7 @@ class Coordinator:
             clock=self.clock,
             compute=self._compute,
             writer=secrets.token_hex(8),
-            retention=Retention(
-                self._database,
-                artifacts,
-                keep,
-                replicas,
-                _stay_of(config.retention),
-            ),
+            retention=Retention(self._database, artifacts, keep, replicas, _stay_of(config.retention)),
             alerts=alerts,
             together=self._together,
             tracking=Path(config.state) / "tracking",
@@ -172,6 +167,7 @@ class Coordinator:
             observer=self.observer,
             populations=Populations(config.populations),
             queue=config.queue,
+            links=MeasuredLines(self._database, self._together),
         )
         self.jobs = JobRegistry(services)
         self.security = Security(config, self._database, credentials, alerts, artifacts.load, self.clock)

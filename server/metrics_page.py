@@ -211,11 +211,28 @@ class CoordinatorPage:
             silent += session is None and self._clock() - silo.last_seen > SILENT_SECONDS
         values = {(state,): float(count) for state, count in states.items()}
         page.gauge("roundtable_silos", "silos by what they do", values, ("status",))
+        self._lines(page, jobs)
         text = "silos that were not heard of for a quarter of an hour"
         page.gauge("roundtable_silos_silent", text, {(): float(silent)})
         text = "connected silos whose certificate ends soon, and should have been renewed by now"
         ending = sum(shown.lifetime.ends_soon(self._clock()) for shown in sessions.certificates())
         page.gauge("roundtable_silos_certificate_ending", text, {(): float(ending)})
+
+    def _lines(self, page: Families, jobs: JobRegistry) -> None:
+        """The slowest, the median and the fastest of the lines to silos."""
+        links = [jobs.link(silo.name) for silo in self._silos]
+        rates = {("up",): [each.up.value for each in links], ("down",): [each.down.value for each in links]}
+        values = {(*key, of): value for key, found in rates.items() for of, value in _spread(found).items()}
+        text = "bytes a second of the lines to silos, as measured over rounds"
+        page.gauge("roundtable_silo_bandwidth_bytes", text, values, ("direction", "silo"))
+        trips = [each.round_trip.value for each in links]
+        speeds = [each.encoding.value for each in links]
+        for name, text, found in (
+            ("round_trip_seconds", "a round trip to silos", trips),
+            ("encoding_bytes", "float32 bytes that silos encode a second", speeds),
+        ):
+            shown = {(of,): value for of, value in _spread(found).items()}
+            page.gauge(f"roundtable_silo_{name}", text, shown, ("silo",))
 
     def _privacy(self, page: Families) -> None:
         label = ("population",)
@@ -265,6 +282,13 @@ class DatabaseAway:
         page.gauge("roundtable_coordinator_active", "1 active, 0 standing by", {(): 0.0})
         _database_up(page, False)
         return page.made
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    known = sorted(value for value in values if value)
+    if not known:
+        return {}
+    return {"least": known[0], "median": known[len(known) // 2], "most": known[-1]}
 
 
 def _database_up(page: Families, answers: bool) -> None:

@@ -238,7 +238,8 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
             "certificate_expires_timestamp_seconds certificate_issued_timestamp_seconds transfer_bytes "
             "rounds",
         ),
-        **_of(Tells.COHORT, "queue_length updates incidents silos model_bytes"),
+        **_of(Tells.COHORT, "queue_length updates incidents silos model_bytes silo_bandwidth_bytes"),
+        **_of(Tells.COHORT, "silo_round_trip_seconds silo_encoding_bytes"),
         **_of(Tells.UPDATE, "updates_refused update_bytes decoding_seconds"),
         **_of(Tells.SILO, "encoding_seconds encoding_error"),
     },
@@ -280,8 +281,10 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     },
     "Client": {
         **_of(Tells.PUBLIC, "name online version tasks metadata devices last_seen drained disabled"),
-        **_of(Tells.COHORT, "state selected completed"),
+        # Of jobs whose cohorts are no secret: an estimate that moves says that its silo took part.
+        **_of(Tells.COHORT, "state selected completed link"),
     },
+    "Link": _of(Tells.COHORT, "up down round_trip encoding"),
     "PrivacyAccount": _of(
         Tells.PUBLIC,
         "population silo epsilon delta accountant relation releases reserved_epsilon jobs statement",

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from roundtable.core.observability.link_estimate import UNKNOWN_LINK, LinkEstimate
 from roundtable.engine import ClientView
 from roundtable.privacy.protection import HoldsAgainst
 from roundtable.proto import common_pb2, operator_pb2
@@ -125,6 +126,18 @@ def report_to(row: ReportRow) -> operator_pb2.Report:
     return operator_pb2.Report(**{**asdict(row), "report": row.report.encode()})
 
 
+def link_to(link: LinkEstimate) -> operator_pb2.Link | None:
+    """What was measured of a silo's line; None for nothing."""
+    if link == UNKNOWN_LINK:
+        return None
+    return operator_pb2.Link(
+        up=link.up.value,
+        down=link.down.value,
+        round_trip=link.round_trip.value,
+        encoding=link.encoding.value,
+    )
+
+
 def client_to(row: AgentRow, online: bool, state: str) -> operator_pb2.Client:
     """An agent as operators see it."""
     metadata: Mapping[str, str] = row.metadata
@@ -141,6 +154,7 @@ def client_to(row: AgentRow, online: bool, state: str) -> operator_pb2.Client:
         completed=row.completed,
         drained=row.drained,
         disabled=row.disabled,
+        link=link_to(row.link),
     )
 
 

@@ -19,6 +19,7 @@ from roundtable.core.errors import (
     StorageError,
 )
 from roundtable.core.failpoints import failpoint
+from roundtable.core.observability.link_estimate import LinkEstimate
 from roundtable.core.observability.released import public
 from roundtable.core.observability.transfer_figures import ModelArrival
 from roundtable.core.privacy_table import NoPrivacy
@@ -82,6 +83,7 @@ class JobRegistry:
 
     async def start(self) -> None:
         """Takes up every job that is not over. One that cannot be is paused, and says why."""
+        await self._services.links.load()
         for row in await self._services.database.read(store.unfinished_jobs):
             try:
                 await self._take_up(row)
@@ -230,6 +232,10 @@ class JobRegistry:
     def may_read(self, client: str, digest: str) -> bool:
         """Whether an instruction in force names this artifact to this agent."""
         return any(runner.may_read(client, digest) for runner in self._runners.values())
+
+    def link(self, silo: str) -> LinkEstimate:
+        """What was measured of a silo's line."""
+        return self._services.links.of(silo)
 
     def sent(self, client: str, digest: str, sent: ModelArrival) -> None:
         """Notes that an agent was sent this artifact, for the job whose instruction names it."""

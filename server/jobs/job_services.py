@@ -11,6 +11,7 @@ from roundtable.server.jobs.sessions import Sessions
 from roundtable.server.jobs.trusted_training import TrustedTraining
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
+from roundtable.server.operations.measured_lines import MeasuredLines
 from roundtable.server.operations.populations import Populations
 from roundtable.server.queue.queue_rules import QueueRules
 from roundtable.server.storage.artifact_store import ArtifactStore
@@ -42,3 +43,4 @@ class JobServices:
     observer: CoordinatorObserver
     populations: Populations
     queue: QueueRules
+    links: MeasuredLines

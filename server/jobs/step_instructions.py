@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 from roundtable.core.observability.transfer_figures import ModelArrival
 from roundtable.engine import messages as m
 from roundtable.server.door import to_agents
-from roundtable.server.door.agent_messages import StepProgress
+from roundtable.server.door.agent_messages import AgentMessage, Begun, StepProgress
 from roundtable.server.door.to_agents import SignedSubmission
 from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.jobs.sessions import AgentSession
 from roundtable.server.jobs.step_means import StepMeans
 
 log = logging.getLogger("roundtable.server.jobs.step_instructions")
@@ -31,6 +33,7 @@ class StepInstructions:
         self._progress: dict[str, StepProgress] = {}
         self.means = StepMeans()
         self._sent: dict[str, ModelArrival] = {}
+        self._asked: dict[str, float] = {}
 
     def send(self, action: m.Instruct, certificates: Sequence[bytes]) -> None:
         """Sends an instruction, with the certificates of those who take part in secure aggregation."""
@@ -53,7 +56,21 @@ class StepInstructions:
             self._submission,
             [to_agents.SizedHop(hop, kept) for hop in action.hops if (kept := sizes(hop.delta)) is not None],
         )
-        self._services.sessions.send(action.client, message)
+        self._asked.pop(action.client, None)
+        if self._services.sessions.send(action.client, message):
+            self._asked[action.client] = time.monotonic()
+
+    def heard(self, session: AgentSession, message: AgentMessage, *, told: bool) -> None:
+        """Takes the first word that an instruction has come as a round trip, where cohorts are `told`.
+
+        Of a silo behind a relay nothing is known by that.
+        """
+        client = session.name
+        if not isinstance(message, Begun) or self.step_of(client) != message.at.step:
+            return
+        asked = self._asked.pop(client, None)
+        if asked is not None and told and "relay" not in session.client.metadata:
+            self._services.links.answered(client, time.monotonic() - asked)
 
     def withdraw(self, action: m.Withdraw) -> None:
         """Tells the agent that its instruction no longer holds."""

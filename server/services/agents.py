@@ -276,6 +276,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 self._warn(name, f"a message of {name} is refused: it tells of more troubles than are kept")
             case said.Begun() | said.SelfHelp() | said.Evaluation():
                 if runner := self._jobs.runner(message.at.job):
+                    runner.instructions.heard(session, message, told=runner.tells_cohorts)
                     runner.inbox.post(message.event(name))
             case said.ProgressReport():
                 self._progressed(name, message)

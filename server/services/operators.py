@@ -310,6 +310,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         return self._client(row)
 
     def _client(self, row: AgentRow, revoked: bool = False) -> operator_pb2.Client:
+        row = replace(row, link=self._services.links.of(row.name))
         session = self._services.sessions.get(row.name)
         if session is None:
             return to_operators.client_to(row, False, "revoked" if revoked else "offline")

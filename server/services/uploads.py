@@ -258,6 +258,8 @@ class Uploads:
         verdict = await offer.runner.inbox.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
         self._begun.pop(offer.owner, None)
         if verdict == "wanted":
+            if offer.runner.tells_cohorts:
+                await self._services.links.travelled(client, figures)
             self._corrupted.pop(offer.owner, None)
             failpoint("receipt_due", offer.step.round, offer.step.phase)
             return Outcome(Receipt.ACCEPTED)
@@ -266,7 +268,8 @@ class Uploads:
     def _figures(self, offer: Offer, received: float, decoded: float | None) -> TransferFigures:
         """What the update's way took. A part of an upload, or a relay's line, tells nothing of the silo's."""
         update, runner = offer.update, offer.runner
-        sent, model = runner.instructions.take_sent(offer.client), update.model
+        sent = runner.instructions.take_sent(offer.client)
+        model = runner.instructions.model_of(offer.client, offer.step)
         direct = principal().source != "relay"
         told = update.writing if is_told(runner.job.privacy, Tells.SILO) else None
         agreed = sent.size > 0 and sent.size == update.arrival.size
@@ -274,7 +277,7 @@ class Uploads:
             up=update.size,
             up_plain=4 * runner.layout.sent.size,
             down=sent.size,
-            down_plain=(self._services.artifacts.size(model) or 0) if sent.size else 0,
+            down_plain=(self._services.artifacts.size(model) or 0) if sent.size and model else 0,
             up_seconds=received if direct and not update.offset else None,
             # A silo that says less than the bytes took to leave here is not believed.
             down_seconds=max(sent.seconds, update.arrival.seconds) if agreed else None,

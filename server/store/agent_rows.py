@@ -7,8 +7,9 @@ import json
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from roundtable.core.observability.link_estimate import LinkEstimate
 from roundtable.server.store import tables
-from roundtable.server.store.rows import AgentRow
+from roundtable.server.store.rows import AgentRow, to_json
 
 
 def remember(connection: Connection, client: AgentRow) -> None:
@@ -42,6 +43,12 @@ def last_seen(connection: Connection, name: str) -> float | None:
 def seen(connection: Connection, name: str, time: float) -> None:
     """Stores when the agent's connection ended."""
     connection.execute(sa.update(tables.clients).where(tables.clients.c.name == name).values(last_seen=time))
+
+
+def measured(connection: Connection, name: str, link: LinkEstimate) -> None:
+    """Stores what was measured of the line to the agent."""
+    change = sa.update(tables.clients).where(tables.clients.c.name == name)
+    connection.execute(change.values(link=to_json(link.plain())))
 
 
 def drain(connection: Connection, name: str, reason: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sqlalchemy.engine import Row
 
+from roundtable.core.observability.link_estimate import UNKNOWN_LINK, LinkEstimate
 from roundtable.engine.best_model import Best
 
 
@@ -91,7 +92,7 @@ class AgentRow:
     """An agent as it introduced itself last, and what became of its work over all jobs.
 
     `drained` and `disabled` say why its silo and operators want it to be asked for nothing new; "" where not.
-    `capacity` is not stored: an agent says it whenever it connects.
+    `capacity` is not stored: an agent says it whenever it connects. `link` is what was measured of its line.
     """
 
     name: str
@@ -107,6 +108,7 @@ class AgentRow:
     drained: str = ""
     disabled: str = ""
     capacity: Capacity | None = None
+    link: LinkEstimate = UNKNOWN_LINK
 
     @classmethod
     def of(cls, row: Row[Any]) -> AgentRow:
@@ -114,6 +116,8 @@ class AgentRow:
         values["tasks"] = tuple(json.loads(values["tasks"]))
         values["devices"] = tuple(json.loads(values["devices"]))
         values["metadata"] = json.loads(values["metadata"])
+        link = values["link"]
+        values["link"] = LinkEstimate.from_plain(json.loads(link)) if link else UNKNOWN_LINK
         return cls(**values)
 
     def offers(self, task: str) -> bool:

@@ -74,6 +74,8 @@ clients = Table(
     # Why it is asked for nothing new, by its silo and by operators; empty where it is asked.
     Column("drained", Text, nullable=False, server_default=""),
     Column("disabled", Text, nullable=False, server_default=""),
+    # core.observability.link_estimate as JSON; empty as long as nothing was measured.
+    Column("link", Text, nullable=False, server_default=""),
 )
 
 jobs = Table(

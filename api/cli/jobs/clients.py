@@ -8,7 +8,7 @@ import click
 
 from roundtable.cli.jobs.client_report import diagnose_client
 from roundtable.cli.shared.options import connect, connection_options, json_option
-from roundtable.cli.shared.output import ago, as_dict, print_json, print_table, say
+from roundtable.cli.shared.output import ago, amount, as_dict, print_json, print_table, say
 from roundtable.proto.operator_pb2 import Client
 
 
@@ -39,11 +39,13 @@ def list_clients(coordinator: str | None, credentials: Path | None, as_json: boo
             ", ".join(client.devices),
             f"{client.completed}/{client.selected}",
             client.version,
+            line_of(client),
             _held(client),
         )
         for client in known
     ]
-    columns = ("client", "state", "seen", "tasks", "devices", "rounds", "version", "asked for nothing new")
+    held = "asked for nothing new"
+    columns = ("client", "state", "seen", "tasks", "devices", "rounds", "version", "line", held)
     print_table(columns, rows, "No agent has connected yet; `roundtable invite SILO` asks a silo in.")
 
 
@@ -82,6 +84,17 @@ def enable(name: str, coordinator: str | None, credentials: Path | None, as_json
 
 
 clients.add_command(diagnose_client)
+
+
+def line_of(client: Client) -> str:
+    """What was measured of the line to a silo, in words; empty for nothing."""
+    link = client.link
+    said = [
+        f"{name} {amount(round(value))}/s"
+        for name, value in (("up", link.up), ("down", link.down), ("encodes", link.encoding))
+        if value
+    ]
+    return ", ".join([*said, *([f"{1000 * link.round_trip:.0f} ms"] if link.round_trip else [])])
 
 
 def _held(client: Client) -> str:
