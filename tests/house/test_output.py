@@ -10,7 +10,13 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ["api", "core", "aggregation", "privacy", "engine", "client", "cluster", "server", "simulation"]
 PRINTER = ROOT / "api/cli/shared/output.py"
 LOGS = ROOT / "core/observability/logs.py"
-RANKS = ("tools/local_ranks.py", "train/group.py", "train/group_plan.py", "agent/preflight.py")
+RANKS = (
+    "tools/local_ranks.py",
+    "train/group.py",
+    "train/group_plan.py",
+    "stepping/rank_shares.py",
+    "agent/preflight.py",
+)
 """Programs of a silo's own ranks in cluster/: it goes to who started them, or into their log."""
 CLICK = {"echo", "secho", "echo_via_pager", "prompt", "confirm"}
 STREAMS = {f"sys.{stream}.{verb}" for stream in ("stdout", "stderr") for verb in ("write", "writelines")}
