@@ -11,13 +11,14 @@ import numpy as np
 from torch import Tensor
 
 from roundtable.client.durable_files import write_file
+from roundtable.client.encoding_trials import try_encodings
 from roundtable.client.step_key import StepKey
 from roundtable.client.training.metrics import Metrics
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import NO_KEY, StreamKey, get_encoding
 from roundtable.core.encodings.encoding import HeldBytes
-from roundtable.core.encodings.feedback import Sending
-from roundtable.core.encodings.journey import Stopwatch, norm, norm_lost
+from roundtable.core.encodings.feedback import Feedback, Sending
+from roundtable.core.encodings.journey import EncodingWatch, norm, norm_lost
 from roundtable.core.job_tables.transfer_table import TransferTable
 from roundtable.core.layout import Layout
 from roundtable.core.observability.transfer_figures import Writing
@@ -40,9 +41,9 @@ class StepWork:
     `config` is the job as it came, canonical JSON, and `job` the same, checked; `task` is the silo's own
     reference for it; `model` a verified artifact; `layout` the fingerprint that the update must have;
     `output` the file for the encoded update; `counted` the newest of the silo's training steps whose update
-    is in the model or in one before it; `steps` those to take, where the coordinator gives them.
-    `trouble` hears of an incident that does not end the work: its kind (one of FAILURE_KINDS), a sentence
-    that may leave the silo, and what is done about it.
+    is in the model or in one before it; `steps` those to take, where the coordinator gives them, and
+    `encoding` the chain for the update, "" for the job's. `trouble` hears of an incident that does not end
+    the work: its kind (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
     """
 
     step: StepKey
@@ -55,6 +56,7 @@ class StepWork:
     output: Path
     counted: StepKey | None = None
     steps: int | None = None
+    encoding: str = ""
     trouble: Callable[[str, str, str], None] = field(default=lambda kind, detail, action: None, compare=False)
 
     @property
@@ -116,25 +118,29 @@ def write_remembering(
     layout: Layout,
     key: StreamKey,
     kept: Mapping[str, Tensor] | None,
+    chain: str = "",
 ) -> EncodedUpdate:
-    """Encodes a delta of a layout under `[transfer]`.
+    """Encodes a delta of a layout under `[transfer]`, as `chain` where that is chosen.
 
     `kept` is what the silo's newest update that counts left. With error feedback the delta is changed in
-    place.
+    place. Where encodings are chosen, what an earlier one dropped is sent with the next, whatever that is.
     """
-    encoding, watch = get_encoding(transfer.up).over(layout), Stopwatch()
-    exact = encoding.traits.error == "exact" and not transfer.remembers
+    chain = chain or transfer.up
+    encoding, watch = get_encoding(chain).over(layout), EncodingWatch()
+    memory = Feedback("error") if transfer.automatic else transfer.memory
+    exact = encoding.traits.error == "exact" and memory.way == "off"
     length = 0.0 if exact else norm(delta)
-    sending = Sending(delta, encoding, key, kept, transfer.memory)
+    sending = Sending(delta, encoding, key, kept, memory)
+    trials = try_encodings(sending.vector, transfer.chains, key) if transfer.automatic else ()
     digest, size = write_file(path, watch.around(sending.blocks()))
     if exact:
-        return EncodedUpdate(digest, size, Writing(watch.seconds, 0.0), sending.remembered)
+        return EncodedUpdate(digest, size, Writing(watch.seconds, 0.0, trials), sending.remembered)
     written = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
-    if transfer.remembers:
+    if memory.way != "off":
         sending.received(HeldBytes(written.data))
-    if transfer.memory.way == "error":
+    if memory.way == "error":
         lost = norm(sending.vector)
     else:
         lost = norm_lost(sending.vector, encoding, HeldBytes(written.data), key)
-    writing = Writing(watch.seconds, lost / length if length else None)
-    return EncodedUpdate(digest, size, writing, sending.remembered)
+    writing = Writing(watch.seconds, lost / length if length else None, trials)
+    return EncodedUpdate(digest, size, writing, transfer.kept_of(chain, sending.remembered))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from roundtable.core.observability.link_estimate import UNKNOWN_LINK, LinkEstimate
+
 ClientState = Literal["available", "training", "uploading", "offline", "dropped", "done"]
 Held = Literal["drained", "disabled", "unsuited"]
 """Why a client that may be there is asked for nothing new: its silo wants that, operators do, or it has less
@@ -16,10 +18,12 @@ than the job asks for."""
 class ClientInfo:
     """What is declared about a client: `metadata` comes from the silo, `examples` from past rounds.
 
-    One that is `held` finishes what it was asked, and is asked for nothing new.
+    One that is `held` finishes what it was asked, and is asked for nothing new. `link` is what was measured
+    of its line before the job.
     """
 
     name: str
     metadata: Mapping[str, str] = field(default_factory=dict)
     examples: int | None = None
     held: Held | None = None
+    link: LinkEstimate = UNKNOWN_LINK

@@ -11,9 +11,10 @@ import numpy as np
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import SiteFailure
 from roundtable.engine import messages as m
+from roundtable.engine.encoding_choice import EncodingChoice
 from roundtable.engine.population import Population
 from roundtable.engine.selection import Candidate, Strategy
-from roundtable.engine.state import Attempt, ClientRecord, EngineState, hops_after
+from roundtable.engine.state import Attempt, ClientRecord, EngineState, chosen_chain, hops_after
 from roundtable.engine.steps_by_speed import pace_missed, pace_seen, steps_by_pace
 
 MOST_TROUBLES = 8
@@ -59,9 +60,21 @@ class JobContext:
             if self.population.is_online(name):
                 self.mark(name, "available", now)
                 counted = self.counted(name)
-                steps = self.given(name) if attempt.phase == m.TRAIN else None
+                training = attempt.phase == m.TRAIN
+                steps = self.given(name) if training else None
+                encoding = chosen_chain(self.state, name) if training else ""
                 self.out.append(
-                    m.Instruct(name, attempt.step, model, attempt.deadline, cohort, counted, hops, steps)
+                    m.Instruct(
+                        name,
+                        attempt.step,
+                        model,
+                        attempt.deadline,
+                        cohort,
+                        counted,
+                        hops,
+                        steps,
+                        encoding,
+                    )
                 )
             else:
                 self.mark(name, "offline", now)
@@ -165,11 +178,37 @@ class JobContext:
         """The client's record, made on first use."""
         return self.state.clients.setdefault(name, ClientRecord())
 
-    def count_selection(self, name: str) -> None:
+    def count_selection(self, name: str, now: float) -> None:
         """The client has been chosen to train in the round that runs."""
         record = self.record(name)
         record.selected += 1
         record.last_round = self.attempt().round
+        if self.job.transfer.automatic:
+            self._choose_encoding(name, record, now)
+
+    def _choose_encoding(self, name: str, record: ClientRecord, now: float) -> None:
+        choice = record.choice
+        if choice is None:
+            choice = record.choice = EncodingChoice(link=self.population.info(name).link)
+        choice.asked, before = now, choice.encoding
+        why = choice.decide(self.job.transfer, self.attempt().round, self.updates_wanted)
+        if why and before:
+            detail = {"encoding": choice.encoding, "before": before}
+            self.note(
+                "encoding_changed", f"{name} sends {choice.encoding} after {before}: {why}", name, detail
+            )
+
+    def learn(self, update: m.Update, now: float) -> None:
+        """Takes in what the client's update tells of it; one that is sent again tells the same once more."""
+        record = self.state.clients[update.client]
+        record.examples = update.examples or record.examples
+        if record.choice is not None and update.transfer is not None:
+            record.choice.learn(self.job.transfer, update.transfer, self.updates_wanted, now)
+
+    @property
+    def updates_wanted(self) -> int:
+        """How many updates a round's mean is about to be over."""
+        return self.job.round.buffer or self.job.cohort.size or max(1, len(self.population.known()))
 
     def mark(self, name: str, state: m.ClientState, now: float, note: str = "") -> None:
         """The client is now in this state; `since` moves only if that is news."""

@@ -59,9 +59,8 @@ VectorReference = BlobReference | RowReference
 class Update:
     """One client's accepted update; its vector lies where `vector` says, and the engine never looks at it.
 
-    `loss` is the mean over the `examples`; `metrics` are named (sum, count). `asked` is the (round, attempt)
-    of its model, where that may be another than it is combined in. `steps`: those that the engine gave by
-    speed; None where the job says them for all. `transfer`: what its way took, as far as that is known.
+    `loss` is the mean over the `examples`; `metrics` are named (sum, count). `asked`: (round, attempt) of its
+    model, where not that which it is combined in. `steps`: given by speed. `transfer`: what its way took.
     """
 
     client: str
@@ -275,9 +274,9 @@ class Authorize:
 class Instruct:
     """Tell the client to train (phase `train`) or to evaluate (phase `evaluate`) `model`; idempotent.
 
-    `cohort` is who was selected and has not failed. `counted` is the (round, attempt) of the client's newest
-    update that is in `model` or in one before it: the client goes on from what that training left with it.
-    `hops` lead from older models to newer ones. `steps`: how many to take, where speed says so.
+    `cohort` is who was selected and has not failed. `counted`: (round, attempt) of the client's newest update
+    that is in `model` or in one before it: the client goes on from what that training left with it. `hops`
+    lead from older models to newer ones. `steps`, `encoding`: where they are the client's own.
     """
 
     client: str
@@ -288,6 +287,7 @@ class Instruct:
     counted: tuple[int, int] | None = None
     hops: tuple[Hop, ...] = field(default=(), compare=False, repr=False)
     steps: int | None = None
+    encoding: str = ""
 
 
 @dataclass(frozen=True)

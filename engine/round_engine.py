@@ -266,8 +266,7 @@ class RoundEngine:
         lost = attempt.lost.pop(client, None)
         (attempt.updates if attempt.phase == m.TRAIN else self.state.buffer)[client] = lost or update
         self._context.mark(client, "done", now)
-        record = self.state.clients[client]
-        record.examples = update.examples or record.examples
+        self._context.learn(lost or update, now)
         detail: dict[str, Any] = {"examples": update.examples, **vars(update.vector)}
         if update.asked is not None:
             detail["asked"] = update.asked[0]

@@ -10,6 +10,7 @@ from typing import Any
 from roundtable.core.errors import SiteFailure
 from roundtable.core.model_delta import Hop
 from roundtable.core.observability.transfer_figures import TransferFigures
+from roundtable.engine.encoding_choice import EncodingChoice
 from roundtable.engine.messages import (
     TRAIN,
     Aggregated,
@@ -31,6 +32,7 @@ class ClientRecord:
     `counted`: (round, attempt) in which its newest update that is in a committed model was asked for.
     By speed: `pace` is its seconds per step as far as known, `given` (round, steps) what it was last given,
     `asked` when it was asked for them; None once it has answered, or where the time between tells nothing.
+    `choice`: how its updates are encoded, where that is chosen.
     """
 
     state: ClientState = "available"
@@ -44,6 +46,7 @@ class ClientRecord:
     pace: float | None = None
     given: tuple[int, int] | None = None
     asked: float | None = None
+    choice: EncodingChoice | None = None
 
 
 @dataclass
@@ -158,6 +161,12 @@ class EngineState:
     summary: RoundSummary = field(default_factory=RoundSummary)
 
 
+def chosen_chain(state: EngineState, client: str) -> str:
+    """The encoding that was chosen for the client's updates; "" where the job's is everybody's."""
+    record = state.clients.get(client)
+    return record.choice.encoding if record is not None and record.choice is not None else ""
+
+
 def hops_after(state: EngineState) -> tuple[Hop, ...]:
     """The hops, with that to the model of the attempt that runs once it has made one."""
     made = state.attempt.aggregated if state.attempt is not None else None
@@ -226,7 +235,8 @@ def record_from_plain(plain: Mapping[str, Any]) -> RoundRecord:
 
 def _client(plain: Mapping[str, Any]) -> ClientRecord:
     pairs = {name: tuple(pair) for name in ("counted", "given") if (pair := plain.get(name))}
-    return ClientRecord(**{**plain, **pairs})
+    choice = plain.get("choice")
+    return ClientRecord(**{**plain, **pairs, "choice": EncodingChoice.from_plain(choice) if choice else None})
 
 
 def _attempt(plain: Mapping[str, Any]) -> Attempt:
@@ -258,7 +268,7 @@ def _update(plain: Mapping[str, Any]) -> Update:
     if values.get("asked"):
         values["asked"] = tuple(values["asked"])
     if values.get("transfer"):
-        values["transfer"] = TransferFigures(**values["transfer"])
+        values["transfer"] = TransferFigures.from_plain(values["transfer"])
     return Update(**values)
 
 

@@ -924,10 +924,13 @@ class Train(google.protobuf.message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     IDENTITIES_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
+    ENCODING_FIELD_NUMBER: builtins.int
     layout: builtins.str
     """BLAKE3 of the layout that the update must have."""
     steps: builtins.int
     """Steps to take, where the job gives them by speed; at most its own. 0 otherwise."""
+    encoding: builtins.str
+    """Chain of encodings for the update; empty for that of [transfer] up. One that the job does not allow is refused."""
     @property
     def model(self) -> roundtable.proto.common_pb2.Artifact:
         """The global model, a safetensors artifact."""
@@ -943,9 +946,10 @@ class Train(google.protobuf.message.Message):
         layout: builtins.str = ...,
         identities: collections.abc.Iterable[builtins.bytes] | None = ...,
         steps: builtins.int = ...,
+        encoding: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identities", b"identities", "layout", b"layout", "model", b"model", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoding", b"encoding", "identities", b"identities", "layout", b"layout", "model", b"model", "steps", b"steps"]) -> None: ...
 
 global___Train = Train
 
@@ -1072,19 +1076,51 @@ class Writing(google.protobuf.message.Message):
 
     SECONDS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    TRIALS_FIELD_NUMBER: builtins.int
     seconds: builtins.float
     """Of encoding alone."""
     error: builtins.float
     """Norm of what the encoding lost, relative to the update's; NaN where that is not defined."""
+    @property
+    def trials(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Trial]:
+        """Of encodings that may be chosen, on a sample of the update."""
+
     def __init__(
         self,
         *,
         seconds: builtins.float = ...,
         error: builtins.float = ...,
+        trials: collections.abc.Iterable[global___Trial] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "seconds", b"seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "seconds", b"seconds", "trials", b"trials"]) -> None: ...
 
 global___Writing = Writing
+
+@typing.final
+class Trial(google.protobuf.message.Message):
+    """What an encoding would make of an update: bytes and seconds a value, and the relative error."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENCODING_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    encoding: builtins.str
+    size: builtins.float
+    seconds: builtins.float
+    error: builtins.float
+    def __init__(
+        self,
+        *,
+        encoding: builtins.str = ...,
+        size: builtins.float = ...,
+        seconds: builtins.float = ...,
+        error: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoding", b"encoding", "error", b"error", "seconds", b"seconds", "size", b"size"]) -> None: ...
+
+global___Trial = Trial
 
 @typing.final
 class Arrival(google.protobuf.message.Message):

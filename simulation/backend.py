@@ -166,6 +166,7 @@ def can_sum(job: JobConfig) -> bool:
     table, attack = job.aggregation, job.simulation.attack
     return (
         table.rule == "mean"
+        and not job.transfer.automatic
         and get_encoding(job.transfer.up).dense_dtype is not None
         and not table.pre
         and table.weighting in ("examples", "uniform")

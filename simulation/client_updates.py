@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from roundtable.aggregation import TensorMatrix
 from roundtable.aggregation.weighting import capped
+from roundtable.client.encoding_trials import try_encodings
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, summable
 from roundtable.client.training.private_training import CANNOT_SAMPLE
-from roundtable.core.encodings import StreamKey, get_encoding
-from roundtable.core.encodings.feedback import Sending, without_memory
+from roundtable.core.encodings import Encoding, StreamKey, get_encoding
+from roundtable.core.encodings.feedback import Feedback, Sending, without_memory
 from roundtable.core.encodings.journey import norm, travelled
 from roundtable.core.errors import PrivacyError, TaskError
 from roundtable.core.observability.transfer_figures import TransferFigures
@@ -44,8 +46,8 @@ class ClientUpdates:
         self.pending: dict[int, LocalState] = {}
         self.steps: dict[int, int] = {}
         self._attackers = Attackers.of(world.job)
-        self._encoding = get_encoding(world.job.transfer.up).over(world.layout.sent)
-        self._travelled: dict[str, tuple[int, float | None]] = {}
+        self.chain_of: Callable[[str], str] = lambda client: world.job.transfer.up
+        self._travelled: dict[str, TransferFigures] = {}
         self._secure = SecureAggregation.of(world.job, world.layout.sent.size)
         self._before: dict[str, Metrics] = {}
         self._warned: set[str] = set()
@@ -204,6 +206,7 @@ class ClientUpdates:
 
         Models count as if the client had the one before: the change from it, where that is sent.
         """
+        figures = self._travelled.pop(client)
         if self._secure is not None:
             return None
         layout, down = self.world.layout, self.world.job.transfer.down
@@ -211,47 +214,57 @@ class ClientUpdates:
         if down != "float32" and round > 1:
             encoding = get_encoding(down).over(layout)
             change = min(whole, encoding.encoded_size(layout.size) or encoding.size_bound(layout.size))
-        size, error = self._travelled.pop(client)
-        return TransferFigures(
-            up=size, up_plain=4 * layout.sent.size, down=change, down_plain=whole, error=error
-        )
+        return replace(figures, down=change, down_plain=whole)
 
     def _received(self, answer: Trained, row: Tensor, step: Step) -> None:
         """What the encoding makes of the update, as if it had travelled; and what stays at the client."""
         index, kept = self.world.names.index_of(answer.client), dict(answer.local)
-        size, error = self._encoding.encoded_size(self.world.layout.sent.size) or 0, None
-        if self._encoding.dense_dtype == torch.float32:
-            error = 0.0
-        elif row.numel():
-            size, error, memory = self._journey(answer.client, index, row, step)
+        sent, transfer = self.world.layout.sent, self.world.job.transfer
+        encoding = get_encoding(self.chain_of(answer.client)).over(sent)
+        figures = TransferFigures(encoding.encoded_size(sent.size) or 0, 4 * sent.size)
+        if transfer.automatic:
+            figures = replace(figures, encoding=encoding.chain)
+        elif encoding.dense_dtype == torch.float32:
+            figures = replace(figures, error=0.0)
+        if row.numel() and (transfer.automatic or encoding.dense_dtype != torch.float32):
+            key = StreamKey(self.world.job.seed, answer.client, step.round, step.attempt)
+            figures, memory = self._journey(encoding, key, self.local.get(index), row, figures)
             kept |= memory
-        self._travelled[answer.client] = (size, error)
-        if kept:
+        self._travelled[answer.client] = figures
+        if kept or transfer.automatic:
+            # Where encodings are chosen, what was remembered may be gone with this update.
             self.pending[index] = kept
 
     def _journey(
-        self, client: str, index: int, row: Tensor, step: Step
-    ) -> tuple[int, float | None, dict[str, Tensor]]:
-        """Makes of an update what arrives; its bytes, its relative error, what the client remembers.
+        self,
+        encoding: Encoding,
+        key: StreamKey,
+        before: LocalState | None,
+        row: Tensor,
+        figures: TransferFigures,
+    ) -> tuple[TransferFigures, dict[str, Tensor]]:
+        """Makes of an update what arrives, with the figures of its way and what the client remembers.
 
         Of a plain array no error is given: some backends round such rows where they are made.
         """
-        encoding, transfer = self._encoding, self.world.job.transfer
-        key = StreamKey(self.world.job.seed, client, step.round, step.attempt)
-        dense = encoding.dense_dtype is not None
-        if dense and not transfer.remembers:
-            return travelled(encoding, row, key), None, {}
+        transfer, dense = self.world.job.transfer, encoding.dense_dtype is not None
+        if dense and not transfer.remembers and not transfer.automatic:
+            return replace(figures, up=travelled(encoding, row, key)), {}
         vector = row.to("cpu", copy=True)
         length = norm(vector)
-        sending = Sending(vector, encoding, key, self.local.get(index), transfer.memory)
+        memory = Feedback("error") if transfer.automatic else transfer.memory
+        sending = Sending(vector, encoding, key, before, memory)
+        # Virtual time has no speed of encoding.
+        trials = try_encodings(vector, transfer.chains, key, lambda: 0.0) if transfer.automatic else ()
         data, decoded = b"".join(sending.blocks()), torch.empty(row.numel())
         encoding.decode(data, decoded, key)
-        if transfer.remembers:
+        if memory.way != "off":
             sending.decoded(0, decoded)
-        lost = vector if transfer.memory.way == "error" else vector - decoded
+        lost = vector if memory.way == "error" else vector - decoded
         row.copy_(decoded)
         error = norm(lost) / length if length and not dense else None
-        return len(data), error, sending.remembered
+        kept = transfer.kept_of(encoding.chain, sending.remembered)
+        return replace(figures, up=len(data), error=error, trials=trials), kept
 
     def work(self, indices: Iterable[int]) -> Iterator[Work]:
         for index in indices:

@@ -42,9 +42,8 @@ class ClientWork:
         self._progress = progress
         self._due: dict[int, AnswerDue] = {}
         self._dropouts = Dropouts.of(world.job)
-        sent = world.layout.sent
-        up = get_encoding(world.job.transfer.up).over(sent).encoded_size(sent.size)
-        self._transfer = Transfer(4 * world.layout.size, up or 4 * sent.size)
+        self._down = 4 * world.layout.size
+        self._up = 0 if world.job.transfer.automatic else self._bytes_of(world.job.transfer.up)
 
     def ask_to_train(self, step: m.Step, indices: Sequence[int], asked: Sequence[float]) -> None:
         """Works out when each client, asked at time `asked`, will answer, or how it will not."""
@@ -101,7 +100,7 @@ class ClientWork:
             else:
                 failed = Failed(self._world.names[index], "node_failure", dropout.detail)
                 self._queue.push(self._queue.now, failure_event(failed, step))
-        transfer = Transfer(self._transfer.down, 0)
+        transfer = Transfer(self._down, 0)
         for done, answer in enumerate(self._updates.evaluate(step.round, vector, there), start=1):
             index = self._world.names.index_of(answer.client)
             at = self._queue.now + self._fleet.devices.seconds(index, step.round, 0, transfer)
@@ -121,8 +120,14 @@ class ClientWork:
             return [given.get(index, most) * algorithm.batch_size for index in indices]
         return [algorithm.passes * count for count in self._updates.examples(indices)]
 
+    def _bytes_of(self, chain: str) -> int:
+        sent = self._world.layout.sent
+        encoding = get_encoding(chain).over(sent)
+        return encoding.encoded_size(sent.size) or min(encoding.size_bound(sent.size), 4 * sent.size)
+
     def _schedule(self, index: int, step: m.Step, examples: int, asked: float) -> None:
-        seconds = self._fleet.devices.seconds(index, step.round, examples, self._transfer)
+        up = self._up or self._bytes_of(self._updates.chain_of(self._world.names[index]))
+        seconds = self._fleet.devices.seconds(index, step.round, examples, Transfer(self._down, up))
         leaves = self._fleet.devices.leaves_at(index, asked)
         dropout = self._dropouts.of_training(step, index)
         if dropout is not None and dropout.kind == "dropout":

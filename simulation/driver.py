@@ -21,6 +21,7 @@ from roundtable.engine import (
 from roundtable.engine import messages as m
 from roundtable.engine.combining.new_model import held_note
 from roundtable.engine.policies.buffered import WORK
+from roundtable.engine.state import chosen_chain
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import SeededNoise
 from roundtable.simulation.backend import Backend, Failed, Work, World
@@ -75,6 +76,7 @@ class Driver:
         self._trusted = trusted_data(world) if plan.aggregation.takes("root_update") else None
         self._queue = EventQueue()
         self._updates = ClientUpdates(world, backend, self._ledger)
+        self._updates.chain_of = self._chain_of
         self._work = ClientWork(world, fleet, self._updates, self._queue, listener.answered)
         self._pacing: Pacing = (
             BufferedPacing(world, fleet, self._updates, self._queue)
@@ -85,6 +87,9 @@ class Driver:
         self._engine = RoundEngine.begin(
             world.job, start, world.job.seed, fleet, plan.separation, plan.strategy
         )
+
+    def _chain_of(self, client: str) -> str:
+        return chosen_chain(self._engine.state, client) or self.world.job.transfer.up
 
     def run(self) -> None:
         """From the start, or from where `resume` left it, to the end of the job.
@@ -198,6 +203,9 @@ class Driver:
             self._handle(failure_event(answer, due.step))
             return
         transfer = self._updates.transfer_of(answer.client, due.step.round)
+        if transfer is not None and self.world.job.transfer.automatic:
+            took = self.fleet.devices.upload_seconds(due.index, transfer.up)
+            transfer = replace(transfer, up_seconds=took)
         reference = m.RowReference(row)
         update = m.Update(
             answer.client, reference, answer.examples, answer.loss, answer.metrics, transfer=transfer

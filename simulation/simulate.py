@@ -21,7 +21,7 @@ from roundtable.client.training.private_training import CANNOT_SAMPLE, check_tas
 from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_document, override_job, read_job
-from roundtable.core.errors import PrivacyError, ResourceError, RoundtableError
+from roundtable.core.errors import ConfigError, PrivacyError, ResourceError, RoundtableError
 from roundtable.core.initial_model import initial_model, travel_note, whole_model
 from roundtable.core.models import Model
 from roundtable.core.observability.tracking import TrackedRun, Trackers, check_trackers
@@ -110,6 +110,11 @@ def simulate(
             check_cross_site(world)
         weak = weak_signal_of(job, plan, job.simulation.clients, layout.sent.size)
         devices = Devices(devices_table(job), job.simulation.clients, job.seed, folder)
+        if job.transfer.automatic and not devices.upload_takes_time:
+            raise ConfigError(
+                'transfer.up = "auto" in a simulation: encodings are chosen by how fast clients upload; set '
+                "simulation.devices.upload, or give it in the trace, or name an encoding"
+            )
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None
         backend, why = make_backend(world)
         stack.callback(backend.close)

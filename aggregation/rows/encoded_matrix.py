@@ -84,7 +84,7 @@ class FileBytes:
 
 
 class EncodedMatrix(FileRows):
-    """Rows of `columns` values, encoded in files: row i with the stream key `keys[i]`.
+    """Rows of `columns` values, encoded in files: row i as `encodings[i]` with the stream key `keys[i]`.
 
     `digests` are the BLAKE3 of each file; where they are given, every pass over the rows ends with
     DamagedRows unless it has read these. Raises InvalidUpdate (`layout`) where a file is missing, or is no
@@ -95,17 +95,17 @@ class EncodedMatrix(FileRows):
         self,
         paths: Sequence[AnyPath],
         columns: int,
-        encoding: Encoding,
+        encodings: Sequence[Encoding],
         keys: Sequence[StreamKey],
         digests: Sequence[str] = (),
     ) -> None:
-        if len(keys) != len(paths) or (digests and len(digests) != len(paths)):
+        if not len(keys) == len(encodings) == len(paths) or (digests and len(digests) != len(paths)):
             raise InvalidUpdate(
                 "layout", f"{len(keys)} keys and {len(digests)} digests for {len(paths)} rows"
             )
         self._paths = [Path(path) for path in paths]
         self._columns = columns
-        self._encoding = encoding
+        self._encodings = tuple(encodings)
         self._keys = tuple(keys)
         self._digests = tuple(digests)
         self._here: _Pass | None = None
@@ -149,10 +149,11 @@ class EncodedMatrix(FileRows):
     def subset(self, indices: Sequence[int]) -> EncodedMatrix:
         digests = [self._digests[index] for index in indices] if self._digests else ()
         paths, keys = [self._paths[i] for i in indices], [self._keys[i] for i in indices]
-        return EncodedMatrix(paths, self._columns, self._encoding, keys, digests)
+        encodings = [self._encodings[i] for i in indices]
+        return EncodedMatrix(paths, self._columns, encodings, keys, digests)
 
     def _pass(self) -> _Pass:
-        return _Pass(self._paths, self._columns, self._encoding, self._keys, self._digests)
+        return _Pass(self._paths, self._columns, self._encodings, self._keys, self._digests)
 
     def _close(self) -> None:
         if self._here is not None:
@@ -167,15 +168,17 @@ class _Pass:
         self,
         paths: Sequence[Path],
         columns: int,
-        encoding: Encoding,
+        encodings: Sequence[Encoding],
         keys: Sequence[StreamKey],
         digests: Sequence[str],
     ) -> None:
         self._columns = columns
         self._digests = digests
         self._sources = [FileBytes(path, hashed=bool(digests)) for path in paths]
-        opened = zip(self._sources, keys, strict=True)
-        self._readers: list[VectorReader] = [encoding.reader(file, columns, key) for file, key in opened]
+        opened = zip(encodings, self._sources, keys, strict=True)
+        self._readers: list[VectorReader] = [
+            encoding.reader(file, columns, key) for encoding, file, key in opened
+        ]
         self._held = torch.empty(len(paths), 0)
         self.begin = 0
         self._end = 0
@@ -228,14 +231,16 @@ class _Pass:
 def rows_in_files(
     paths: Sequence[AnyPath],
     columns: int,
-    encoding: Encoding,
+    encodings: Sequence[Encoding],
     keys: Sequence[StreamKey],
     digests: Sequence[str] = (),
 ) -> FileRows:
-    """Updates in files as a matrix: mapped as they lie where their encoding is a plain array."""
-    if encoding.dense_dtype is None:
-        return EncodedMatrix(paths, columns, encoding, keys, digests)
-    name = str(encoding.dense_dtype).removeprefix("torch.")
+    """Updates in files as a matrix, row i as `encodings[i]`: mapped as they lie where all are plain arrays of
+    one kind."""
+    kinds = {encoding.dense_dtype for encoding in encodings} or {torch.float32}
+    if len(kinds) > 1 or None in kinds:
+        return EncodedMatrix(paths, columns, encodings, keys, digests)
+    name = str(kinds.pop()).removeprefix("torch.")
     return FileMatrix(
         paths, columns, cast("Literal['float32', 'bfloat16', 'float16']", name), digests=digests
     )

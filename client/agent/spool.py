@@ -137,5 +137,5 @@ def _finished(fields: Mapping[str, Any]) -> Finished:
 def _told(kept: Mapping[str, Any]) -> Told[UpdateFigures]:
     """What was held against the job's level before it was written down."""
     metrics = {name: (value, count) for name, (value, count) in kept["value"]["metrics"].items()}
-    writing = Writing(**kept["value"]["writing"]) if kept["value"]["writing"] else None
+    writing = Writing.from_plain(kept["value"]["writing"]) if kept["value"]["writing"] else None
     return Told(UpdateFigures(kept["value"]["examples"], metrics, writing))

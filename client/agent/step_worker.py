@@ -36,8 +36,10 @@ from roundtable.client.model_route import ModelRoute
 from roundtable.client.step_key import StepKey, about
 from roundtable.client.trainer import Figures, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import ResourceError
 from roundtable.core.failpoints import failpoint
+from roundtable.core.foreign_text import printable
 from roundtable.core.observability.transfer_figures import ModelArrival
 
 _log = logging.getLogger("roundtable.agent")
@@ -98,6 +100,7 @@ class StepWorker:
             output=self._spool.bytes_of(step),
             counted=instruction.counted,
             steps=steps,
+            encoding=told_encoding(job, asked.encoding),
             trouble=partial(self._reporter.trouble, step),
         )
         if asked.kind == "train" and is_secure(job):
@@ -120,7 +123,7 @@ class StepWorker:
             digest=trained.digest,
             size=trained.size,
             layout=work.layout,
-            encoding=work.job.transfer.up,
+            encoding=work.encoding,
             told=self._gate.trained(work.job, trained),
             model=model,
             arrival=self._arrivals.pop(work.step.job, ModelArrival()),
@@ -211,3 +214,15 @@ class StepWorker:
         self._observer.ended(step, "done")
         failpoint("evaluated", step.round, step.phase)
         return outgoing.evaluated(step, self._gate.evaluated(work.job, metrics))
+
+
+def told_encoding(job: JobConfig, told: str) -> str:
+    """The encoding for the update: the job's, or one that it lets the coordinator choose; WorkFailed for
+    others."""
+    chain = told or job.transfer.up
+    if not job.transfer.allows(chain):
+        shown = printable(chain, 60)
+        raise WorkFailed(
+            "refused", f"the coordinator asks for an update as {shown!r}, which the job's [transfer] does not"
+        )
+    return chain

@@ -22,6 +22,7 @@ from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, common_pb2
 _MOST_SECONDS = 10 * 366 * 86400.0
 _BEAT_SECONDS = (0.05, 3600.0)
 _NAME_CHARACTERS = 500
+_CHAIN_CHARACTERS = 200
 _CONFIG_CHARACTERS = 1 << 20
 _NONCE_BYTES = 64
 _REASON = 200
@@ -75,13 +76,14 @@ class Challenge:
 @dataclass(frozen=True)
 class ModelWork:
     """Training from a model, or evaluating it; `identities` certify the peers in secure aggregation, `steps`
-    are those to take, where the job leaves them to the coordinator."""
+    are those to take, where the job leaves them to the coordinator, as it may the update's `encoding`."""
 
     kind: Literal["train", "evaluate"]
     model: ArtifactName
     layout: str
     identities: tuple[bytes, ...] = ()
     steps: int | None = None
+    encoding: str = ""
 
 
 @dataclass(frozen=True)
@@ -306,6 +308,7 @@ def _instruction(message: agent_pb2.ToAgent) -> StepInstruction:
                 _layout(asked.train.layout),
                 identities,
                 bounds.within(asked.train.steps, 0, _MOST_STEPS, "the steps to take") or None,
+                bounds.text(asked.train.encoding, _CHAIN_CHARACTERS, "the encoding of an update"),
             )
         case "evaluate":
             work = ModelWork("evaluate", artifact_of(asked.evaluate.model), _layout(asked.evaluate.layout))

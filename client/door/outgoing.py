@@ -257,6 +257,7 @@ def _writing(told: Told[UpdateFigures]) -> agent_pb2.Writing | None:
     return agent_pb2.Writing(
         seconds=figures.writing.seconds,
         error=math.nan if figures.writing.error is None else figures.writing.error,
+        trials=[agent_pb2.Trial(**vars(trial)) for trial in figures.writing.trials],
     )
 
 

@@ -125,14 +125,16 @@ class Executor:
             say_if_lost(order)
         key = StreamKey(warm.config.seed, self.settings.client, order.round, order.attempt)
         transfer, sent = warm.config.transfer, warm.layout.sent
-        encoding = get_encoding(transfer.up)
+        encoding, chain = get_encoding(order.encoding or transfer.up), order.encoding
         kept = self._state.load(order.job, order.counted) if transfer.remembers or encoding.keeps else None
-        if order.counted is not None and forgotten(encoding, transfer.memory, kept):
+        # Where encodings are chosen, not each leaves something.
+        always = order.counted is not None and not transfer.automatic
+        if always and forgotten(encoding, transfer.memory, kept):
             if transfer.memory.way == "ef21":
                 raise EncodingError(LOST_ESTIMATE)
             log.warning("%s: what was remembered of earlier updates is lost; it begins anew", order.job)
         # What is remembered is durable before the update can leave: it counts with the update, or not at all.
-        written = write_remembering(Path(order.output), update.delta, transfer, sent, key, kept)
+        written = write_remembering(Path(order.output), update.delta, transfer, sent, key, kept, chain)
         left = {**update.local, **written.memory}
         self._state.save(order.job, (order.round, order.attempt), left, order.counted)
         return TrainedUpdate(written.digest, written.size, update.examples, update.metrics, written.writing)

@@ -154,7 +154,8 @@ class ScriptTrainer:
         check_script(work.job)
         local = self._state.load(work.step.job, work.kept)
         start = await asyncio.to_thread(open_model, work.model)
-        transfer, encoding = work.job.transfer, get_encoding(work.job.transfer.up)
+        transfer = work.job.transfer
+        encoding = get_encoding(work.encoding or transfer.up)
         if transfer.memory.way == "ef21" and work.kept and forgotten(encoding, transfer.memory, local):
             raise EncodingError(LOST_ESTIMATE)
         round = Round(work, start, without_memory(local))
@@ -166,7 +167,14 @@ class ScriptTrainer:
             examples, metrics = 1, {}
         key = StreamKey(work.job.seed, work.client, work.step.round, work.step.attempt)
         written = await asyncio.to_thread(
-            write_remembering, work.output, delta, transfer, start.layout.sent, key, local
+            write_remembering,
+            work.output,
+            delta,
+            transfer,
+            start.layout.sent,
+            key,
+            local,
+            work.encoding,
         )
         left = {**mine, **written.memory}
         self._state.save(work.step.job, (work.step.round, work.step.attempt), left, work.kept)

@@ -27,6 +27,7 @@ class Order:
     halvings: int = 0
     counted: Counted | None = None
     steps: int | None = None
+    encoding: str = ""
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Order:

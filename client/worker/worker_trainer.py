@@ -74,7 +74,7 @@ class WorkerTrainer:
         answer = await self._do("train", work, progress)
         update = answer["trained"]
         metrics = {name: (value, count) for name, (value, count) in update["metrics"].items()}
-        writing = Writing(**update["writing"])
+        writing = Writing.from_plain(update["writing"])
         return TrainedUpdate(update["digest"], update["size"], update["examples"], metrics, writing)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
@@ -304,6 +304,7 @@ def order_of_work(work: StepWork) -> Order:
         attempt=work.step.attempt,
         counted=work.kept,
         steps=work.steps,
+        encoding=work.encoding,
     )
 
 

@@ -44,7 +44,7 @@ def norm_lost(values: Tensor, encoding: Encoding, source: ByteSource, key: Strea
     return float(squares**0.5)
 
 
-class Stopwatch:
+class EncodingWatch:
     """Counts the seconds that an iterator takes, without those of whoever asks it."""
 
     def __init__(self) -> None:

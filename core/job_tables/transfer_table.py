@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
+from torch import Tensor
 
 from roundtable.core.encodings.assembly import PACKING, canonical, get_encoding
 from roundtable.core.encodings.encoding import Traits
-from roundtable.core.encodings.feedback import Feedback
+from roundtable.core.encodings.feedback import MEMORY, Feedback
+from roundtable.core.errors import EncodingError
+from roundtable.core.job_tables.choice_table import LEAST_RATIO, MOST_RATIO, ChainText, ChoiceTable
 from roundtable.core.toml_tables import Table
 
-ChainText = Annotated[str, BeforeValidator(canonical), Field(max_length=200)]
-"""The canonical text of a chain of encodings."""
+AUTO = "auto"
+_MANY = 1 << 20
+_BY_BANDWIDTH = ("float32", "minmax(bits=16)", "minmax(bits=8)", "minmax(bits=4)", "topk(ratio=0.1)")
+_SPARSE = re.compile(r"topk\(ratio=(0\.[0-9]{1,4})\)")
+
+
+def _chain_or_auto(text: object) -> object:
+    return AUTO if text == AUTO else canonical(text)
 
 
 class TransferTable(Table):
     """`[transfer]`: the form in which vectors travel."""
 
-    up: ChainText = Field(
+    up: Annotated[str, BeforeValidator(_chain_or_auto), Field(max_length=200)] = Field(
         "float32",
-        description='of updates: a chain of encodings, like "int4(block=256)" or "topk(ratio=0.05) | int8"',
+        description='of updates: a chain of encodings, like "int4(block=256)" or "topk(ratio=0.05) | int8"; '
+        '"auto": for each silo what [transfer.choice] says',
     )
     down: ChainText = Field(
         "float32",
@@ -39,13 +50,20 @@ class TransferTable(Table):
         description="of updates before they are added to what feedback remembers; for topk. Deep Gradient "
         "Compression has 0.9",
     )
+    choice: ChoiceTable = Field(ChoiceTable(), description='how encodings are chosen where up = "auto"')
 
     @model_validator(mode="after")
     def _can_feed_back(self) -> Self:
-        if self.feedback == "on" and self.traits.rescaled:
+        rescaled = [each for each in self.chains if get_encoding(each).traits.rescaled]
+        if self.feedback == "on" and rescaled:
             raise ValueError(
-                f'feedback = "on" with up = {self.up!r}: values that are lengthened in the place of others '
-                "would be taken off twice from what is remembered; leave rescale or feedback out"
+                f'feedback = "on" with up = {rescaled[0]!r}: values that are lengthened in the place of '
+                "others would be taken off twice from what is remembered; leave rescale or feedback out"
+            )
+        if self.automatic and (self.feedback == "ef21" or self.momentum):
+            raise ValueError(
+                'up = "auto" with feedback = "ef21" or momentum: what a silo keeps for them belongs to one '
+                "encoding; name it, or leave them out"
             )
         if self.feedback == "ef21" and not (
             self.traits.error == "bounded" and self.traits.contractive(1 << 20)
@@ -60,17 +78,69 @@ class TransferTable(Table):
                 f"momentum = {self.momentum} with up = {self.up!r} and feedback = {self.feedback!r}: it is "
                 "forgotten where values were sent, so it needs values that are not, and feedback: use topk"
             )
-        if self.feedback == "on" and self.traits.lengthens(1 << 20) > 2.0:
+        lengthening = [each for each in self.chains if get_encoding(each).traits.lengthens(_MANY) > 2.0]
+        if self.feedback == "on" and lengthening:
             raise ValueError(
-                f'feedback = "on" with up = {self.up!r}: it may be longer than what it encodes, so what is '
-                "remembered would grow; use randomk(..., scaled=false), or leave feedback out"
+                f'feedback = "on" with up = {lengthening[0]!r}: it may be longer than what it encodes, so '
+                "what is remembered would grow; use randomk(..., scaled=false), or leave feedback out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_begin(self) -> Self:
+        for chain in self.choice.candidates if self.automatic else ():
+            try:
+                get_encoding(chain).size_bound(_MANY)
+            except EncodingError as error:
+                raise ValueError(
+                    f"choice.candidates: {chain!r} cannot be tried on a sample: {error}"
+                ) from error
+        if self.automatic and self.choice.policy == "time" and not self.safe:
+            raise ValueError(
+                'up = "auto": before anything is measured a candidate is needed whose stated bound keeps '
+                "choice.max_error, such as int8 or float32"
             )
         return self
 
     @property
+    def automatic(self) -> bool:
+        """Whether encodings are chosen for each silo."""
+        return self.up == AUTO
+
+    @property
+    def chains(self) -> tuple[str, ...]:
+        """The encodings that updates may have; of ratios that are chosen one stands for all."""
+        if not self.automatic:
+            return (self.up,)
+        return self.choice.candidates if self.choice.policy == "time" else _BY_BANDWIDTH
+
+    def allows(self, chain: str) -> bool:
+        """Whether a silo may be told to encode its update so."""
+        if chain in self.chains:
+            return True
+        ratio = _SPARSE.fullmatch(chain) if self.automatic and self.choice.policy == "bandwidth" else None
+        return ratio is not None and LEAST_RATIO <= float(ratio[1]) <= MOST_RATIO
+
+    @property
+    def safe(self) -> tuple[str, ...]:
+        """The candidates whose stated bounds keep `max_error`, the shortest first."""
+        keeping = [chain for chain in self.choice.candidates if self._keeps_bound(chain)]
+        return tuple(sorted(keeping, key=lambda chain: get_encoding(chain).size_bound(_MANY)))
+
+    def _keeps_bound(self, chain: str) -> bool:
+        traits, most = get_encoding(chain).traits, self.choice.max_error
+        if traits.error == "exact":
+            return True
+        return traits.error != "unbiased" and not self.feeds(chain) and traits.worst(_MANY) <= most.biased
+
+    @property
     def traits(self) -> Traits:
-        """What the encoding of updates says of itself."""
+        """What the encoding of updates says of itself; not of one that is still to be chosen."""
         return get_encoding(self.up).traits
+
+    def feeds(self, chain: str) -> bool:
+        """Whether silos remember what this encoding of updates dropped."""
+        return self.feedback == "on" or (self.feedback == "auto" and get_encoding(chain).traits.feedback)
 
     @property
     def unpacked(self) -> str:
@@ -84,8 +154,13 @@ class TransferTable(Table):
 
     @property
     def memory(self) -> Feedback:
-        """What silos remember of what they have sent, and how."""
+        """What silos remember of what they have sent, and how; where encodings are chosen, at most."""
         if self.feedback == "ef21":
             return Feedback("ef21")
-        on = self.feedback == "on" or (self.feedback == "auto" and self.traits.feedback)
-        return Feedback("error" if on else "off", self.momentum)
+        return Feedback("error" if any(map(self.feeds, self.chains)) else "off", self.momentum)
+
+    def kept_of(self, chain: str, remembered: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What stays after an update of this chain: what was dropped only where the chain feeds back."""
+        if not self.automatic or self.feeds(chain):
+            return remembered
+        return {name: tensor for name, tensor in remembered.items() if name != MEMORY}

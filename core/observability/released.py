@@ -168,6 +168,7 @@ EVENTS: Mapping[str, EventKind] = {
             **_of(Tells.COHORT, "row asked"),
         },
     ),
+    "encoding_changed": EventKind(_WORDS, about=True, detail=_of(Tells.UPDATE, "encoding before")),
     "update_excluded": EventKind(_WORDS, about=True, detail={"reason": Tells.UPDATE}),
     "update_clipped": EventKind(_WORDS, about=True, detail={"reason": Tells.UPDATE}),
 }
@@ -307,7 +308,8 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     },
     "Train": {
         "model": Tells.NOISY,
-        "layout": Tells.PUBLIC,
+        # The silo's own encoding is chosen by what it has told.
+        **_of(Tells.PUBLIC, "layout encoding"),
         "identities": Tells.COHORT,
         "steps": Tells.COHORT,
     },
@@ -357,7 +359,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.PUBLIC, "content signature"),
         **_of(Tells.SILO, "examples metrics writing"),
     },
-    "Writing": _of(Tells.SILO, "seconds error"),
+    "Writing": _of(Tells.SILO, "seconds error trials"),
+    # Within the trials of a Writing.
+    "Trial": _of(Tells.PUBLIC, "encoding size seconds error"),
     "Arrival": _of(Tells.PUBLIC, "size seconds"),
 }
 """Channel → field → what it tells. Capitalised channels are messages of the wire."""

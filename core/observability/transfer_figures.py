@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class EncodingTrial:
+    """What an encoding would make of a client's update, from a sample of it: bytes a value, seconds a value
+    of encoding and decoding, and ‖a − C(a)‖ / ‖a‖."""
+
+    encoding: str
+    size: float
+    seconds: float
+    error: float
 
 
 @dataclass(frozen=True)
 class Writing:
     """How a client wrote its update: seconds of encoding, and error = ‖a − C(a)‖ / ‖Δ‖ of the update Δ, with
-    a = Δ and what error feedback remembered. None where Δ is zero or it is not known."""
+    a = Δ and what error feedback remembered. None where Δ is zero or it is not known. `trials` are of the
+    encodings that may be chosen, where they may."""
 
     seconds: float
     error: float | None = None
+    trials: tuple[EncodingTrial, ...] = ()
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Writing:
+        """What `asdict` has put into JSON."""
+        return cls(plain["seconds"], plain["error"], tuple(EncodingTrial(**each) for each in plain["trials"]))
 
 
 class ModelArrival(NamedTuple):
@@ -31,7 +49,7 @@ class TransferFigures:
     """Bytes of an update on the way up, and of models on the way down since the client's update before.
 
     `up_plain` and `down_plain`: what float32 values and the whole model take; 0 down where nothing was sent.
-    `encoding` is the chain where the client was told one, otherwise "". Seconds and error are None where
+    `encoding` is the chain where it was chosen for the client, otherwise "". Seconds and error are None where
     they are not known, or may not be told.
     """
 
@@ -45,10 +63,17 @@ class TransferFigures:
     decoding_seconds: float | None = None
     error: float | None = None
     encoding: str = ""
+    trials: tuple[EncodingTrial, ...] = ()
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> TransferFigures:
+        """What `asdict` has put into JSON."""
+        return cls(**{**plain, "trials": tuple(EncodingTrial(**each) for each in plain["trials"])})
 
     def known(self) -> dict[str, Any]:
-        """The values that there are, by name."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+        """The values that there are, by name, but for the trials."""
+        plain = {**vars(self), "trials": None}
+        return {name: value for name, value in plain.items() if value not in (None, "")}
 
 
 class TransferSums(NamedTuple):

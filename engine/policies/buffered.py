@@ -30,7 +30,7 @@ from roundtable.engine.policies.training_policy import (
     quorum_missed,
 )
 from roundtable.engine.selection import quorum
-from roundtable.engine.state import Assignment, Attempt
+from roundtable.engine.state import Assignment, Attempt, chosen_chain
 from roundtable.engine.view import held_in_words
 
 WORK = "work"
@@ -164,7 +164,7 @@ class BufferedTraining:
         chosen = self._draw(limit - present) if present < limit else []
         deadline = now + self._job.cohort.deadline
         for name in chosen:
-            self._context.count_selection(name)
+            self._context.count_selection(name, now)
             assignment = Assignment(attempt.round, attempt.number, self._state.model, now, deadline)
             self._state.at_work[name] = assignment
             self._context.mark(name, "available", now)
@@ -219,6 +219,7 @@ class BufferedTraining:
                 assignment.deadline,
                 counted=counted,
                 hops=self._state.hops,
+                encoding=chosen_chain(self._state, name),
             )
         )
 

@@ -202,7 +202,7 @@ class SynchronousTraining:
         attempt.deadline = attempt.due = now + self._job.cohort.deadline
         self._context.status("running", f"round {attempt.round} of {self._job.rounds}")
         for name in attempt.cohort:
-            self._context.count_selection(name)
+            self._context.count_selection(name, now)
         detail: dict[str, Any] = {"cohort": list(attempt.cohort), "minimum": attempt.minimum}
         if steps := self._context.assign(attempt.cohort, now):
             detail["steps"] = steps
@@ -244,7 +244,7 @@ class SynchronousTraining:
         attempt.replacements[failed] = replacement
         attempt.cohort = tuple(sorted((*attempt.cohort, replacement)))
         attempt.awaited[replacement] = None
-        self._context.count_selection(replacement)
+        self._context.count_selection(replacement, now)
         self._context.assign([replacement], now)
         message = f"asked {replacement} in the place of {failed}, which failed"
         self._context.note("client_replaced", message, failed, {"replacement": replacement})

@@ -24,6 +24,11 @@ def why_not_repeatable(job: JobConfig) -> str:
         )
     if job.algorithm.work == "by_speed":
         return "how many steps each silo was given follows from its speed, which is not in a round's bundle"
+    if job.transfer.automatic:
+        return (
+            'transfer.up = "auto": which encoding an update has was chosen by measured times, and is not '
+            "kept beside the updates"
+        )
     if aggregation_config(job.aggregation).takes("root_update"):
         return (
             f"the rule {job.aggregation.rule} measures updates by training on data that only the "

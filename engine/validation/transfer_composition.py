@@ -18,8 +18,25 @@ def check_transfer(job: JobConfig, folder: Path | None = None) -> None:
     A coordinate-wise rule over values that each silo drew for itself sees mostly zeros: a median of ten silos
     keeps 8 to 16 % of its norm. `folder` is where a rule in a file lies.
     """
-    rule, up = job.aggregation.rule, job.transfer.up
-    traits, said = get_encoding(up).traits, f"transfer.up = {up!r}"
+    said = f"transfer.up = {job.transfer.up!r}"
+    if job.transfer.automatic:
+        _check_choice(job, said)
+    for chain in job.transfer.chains:
+        _check_chain(job, chain, f"{said} ({chain})" if job.transfer.automatic else said, folder)
+
+
+def _check_choice(job: JobConfig, said: str) -> None:
+    """Where what is chosen would tell of a silo's data, or nobody would notice that it matters."""
+    if not isinstance(job.privacy, NoPrivacy):
+        raise PrivacyError(
+            f"{said} under privacy.level = {job.privacy.level!r}: what is chosen follows from how long each "
+            "silo takes and from what encoding loses of its updates, and is told; no proof covers that: name "
+            "an encoding"
+        )
+
+
+def _check_chain(job: JobConfig, up: str, said: str, folder: Path | None) -> None:
+    rule, traits = job.aggregation.rule, get_encoding(up).traits
     support = traits.support
     by_coordinate = support in ("seeded", "own") and find_rule(rule, folder).kept is not None
     if by_coordinate and support == "seeded":
@@ -31,9 +48,9 @@ def check_transfer(job: JobConfig, folder: Path | None = None) -> None:
         warnings.warn(
             f"{said} under aggregation.rule = {rule!r}: values that a silo left out count as zero in each "
             "coordinate, which shortens the aggregate",
-            stacklevel=3,
+            stacklevel=4,
         )
-    _check_private(job, traits, said)
+    _check_private(job, traits, said, up)
     if job.transfer.memory.way == "ef21":
         _check_fixed_cohort(job)
     if job.transfer.momentum and job.aggregation.server_optimizer.name != "fedavg":
@@ -91,7 +108,7 @@ def _check_fixed_cohort(job: JobConfig) -> None:
         )
 
 
-def _check_private(job: JobConfig, traits: Traits, said: str) -> None:
+def _check_private(job: JobConfig, traits: Traits, said: str, up: str) -> None:
     """Where the coordinator adds the noise; a silo that adds its own encodes what is private already."""
     if not isinstance(job.privacy, BareUpdates):
         return
@@ -102,7 +119,7 @@ def _check_private(job: JobConfig, traits: Traits, said: str) -> None:
             "of rounds in which it took part comes with later updates, and no proof of amplification by "
             'sampling covers that: set transfer.feedback = "off"'
         )
-    if get_encoding(job.transfer.up).keeps:
+    if get_encoding(up).keeps:
         raise PrivacyError(
             f"{said} {under}: the factors that a silo keeps are of rounds in which it took part, they come "
             "with later updates, and no proof of amplification by sampling covers that: set warm=false"

@@ -86,7 +86,8 @@ def _combined(
     paths = [bundle.object(row.digest) for row in rows]
     keys = [StreamKey(job.seed, row.client, row.round, row.attempt) for row in rows]
     sent = old.layout.sent
-    matrix = rows_in_files(paths, sent.size, get_encoding(job.transfer.up).over(sent), keys)
+    encodings = [get_encoding(job.transfer.up).over(sent)] * len(paths)
+    matrix = rows_in_files(paths, sent.size, encodings, keys)
     state = initial_server_state(plan, old.layout.size)
     if committed.state:
         state = ServerState.from_model(open_model(bundle.object(committed.state)))

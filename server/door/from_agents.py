@@ -16,7 +16,7 @@ from roundtable.core.errors import FAILURE_KINDS, ProtocolError
 from roundtable.core.foreign_text import printable
 from roundtable.core.observability.log_levels import LEVELS
 from roundtable.core.observability.logs import LineKind
-from roundtable.core.observability.transfer_figures import ModelArrival, Writing
+from roundtable.core.observability.transfer_figures import EncodingTrial, ModelArrival, Writing
 from roundtable.engine import messages as m
 from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, common_pb2
 from roundtable.proto.receipts import update_values
@@ -62,6 +62,8 @@ _LINE = 1100
 _REPORT_BYTES = 256 << 10
 _MOST_SECONDS = 10 * 366 * 86400.0
 _MOST_ERROR = 1e9
+_MOST_TRIALS = 16
+_LEAST_SIZE = 1e-9
 _REPORT_STATES = ("shown", "denied", "sent")
 _KINDS = get_args(LineKind)
 
@@ -130,10 +132,21 @@ def offer_of(header: agent_pb2.UploadHeader) -> UploadOffer:
 
 def _writing(message: agent_pb2.Writing) -> Writing:
     seconds = bounds.within(message.seconds, 0.0, _MOST_SECONDS, "the seconds of an update's encoding")
+    if len(message.trials) > _MOST_TRIALS:
+        raise ProtocolError(f"{len(message.trials)} trials of encodings; at most {_MOST_TRIALS} can be")
+    trials = tuple(map(_trial, message.trials))
     if math.isnan(message.error):
-        return Writing(seconds)
-    return Writing(
-        seconds, bounds.within(message.error, 0.0, _MOST_ERROR, "the error of an update's encoding")
+        return Writing(seconds, trials=trials)
+    error = bounds.within(message.error, 0.0, _MOST_ERROR, "the error of an update's encoding")
+    return Writing(seconds, error, trials)
+
+
+def _trial(message: agent_pb2.Trial) -> EncodingTrial:
+    return EncodingTrial(
+        bounds.text(message.encoding, _MAX_CHAIN, "the encoding of a trial"),
+        bounds.within(message.size, _LEAST_SIZE, 1e3, "the bytes of a trial"),
+        bounds.within(message.seconds, 0.0, 1e3, "the seconds of a trial"),
+        bounds.within(message.error, 0.0, _MOST_ERROR, "the error of a trial"),
     )
 
 

@@ -80,7 +80,13 @@ def instruction(
         message.evaluate.CopyFrom(agent_pb2.Evaluate(model=model, layout=layout))
     else:
         message.train.CopyFrom(
-            agent_pb2.Train(model=model, layout=layout, identities=identities, steps=action.steps or 0)
+            agent_pb2.Train(
+                model=model,
+                layout=layout,
+                identities=identities,
+                steps=action.steps or 0,
+                encoding=action.encoding,
+            )
         )
     return ToAgent(instruction=message)
 

@@ -12,6 +12,7 @@ from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import ConfigError
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
+from roundtable.core.observability.link_estimate import LinkEstimate
 from roundtable.core.privacy_table import NoPrivacy, masking_of, privacy_from
 from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
@@ -94,9 +95,9 @@ def plan_of(
     return plan
 
 
-def client_info(job: JobConfig, agent: AgentRow) -> m.ClientInfo:
-    """What the engine of the job may know of an agent."""
-    return m.ClientInfo(agent.name, agent.metadata, agent.examples, held_for(job, agent))
+def client_info(job: JobConfig, agent: AgentRow, link: LinkEstimate) -> m.ClientInfo:
+    """What the engine of the job may know of an agent, and of its line."""
+    return m.ClientInfo(agent.name, agent.metadata, agent.examples, held_for(job, agent), link)
 
 
 def layout_of(model: str, services: JobServices) -> Layout:
@@ -129,7 +130,8 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     engine = RoundEngine.restore(job, row.snapshot["engine"], history, strategy=plan.strategy)
     for agent in stored.agents:
         if agent.offers(job.task.name):
-            engine.handle(m.ClientJoined(client_info(job, agent), online=False), services.clock())
+            info = client_info(job, agent, services.links.of(agent.name))
+            engine.handle(m.ClientJoined(info, online=False), services.clock())
     inbox = JobInbox()
     tasks = BackgroundTasks(row.id)
     account: JobAccount = NoAccount()

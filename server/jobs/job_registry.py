@@ -205,7 +205,7 @@ class JobRegistry:
         """Tells every job whose task the agent has that it is connected."""
         for runner in self._runners.values():
             if client.offers(runner.job.task.name):
-                runner.inbox.post(m.ClientJoined(client_info(runner.job, client)))
+                runner.inbox.post(m.ClientJoined(client_info(runner.job, client, self.link(client.name))))
                 runner.collection.rejoined(client.name)
         self.turns.look()
 
@@ -310,7 +310,7 @@ class JobRegistry:
         task.add_done_callback(lambda ended: self._ended(row.id, ended))
         for client in self._services.sessions.clients():
             if client.offers(runner.job.task.name):
-                runner.inbox.post(m.ClientJoined(client_info(runner.job, client)))
+                runner.inbox.post(m.ClientJoined(client_info(runner.job, client, self.link(client.name))))
         runner.when_moved = self.turns.look
         self.turns.look()
         return runner

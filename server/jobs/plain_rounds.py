@@ -8,7 +8,7 @@ from pathlib import Path
 
 from roundtable.aggregation import rows_in_files
 from roundtable.core.config import JobConfig
-from roundtable.core.encodings import StreamKey, get_encoding
+from roundtable.core.encodings import Encoding, StreamKey, get_encoding
 from roundtable.core.errors import SiteFailure, StorageError
 from roundtable.core.layout import Layout
 from roundtable.engine import Rows
@@ -32,7 +32,8 @@ class PlainRounds:
     """The collection without a protocol: it needs no messages and no state beside the uploads."""
 
     def __init__(self, job: JobConfig, sent: Layout, services: JobServices) -> None:
-        self._encoding = get_encoding(job.transfer.up).over(sent)
+        self._transfer = job.transfer
+        self._sent = sent
         self._seed = job.seed
         self._columns = sent.size
         self._services = services
@@ -40,10 +41,13 @@ class PlainRounds:
     def admit(self, action: m.Instruct) -> Sequence[bytes]:
         return ()
 
-    def problem(self, client: str, offer: UploadOffer) -> str:
-        encoding = self._encoding
-        if offer.encoding != encoding.chain:
-            return f"the update is encoded as {offer.encoding!r}, the job says {encoding.chain!r}"
+    def problem(self, client: str, offer: UploadOffer, encoding: str) -> str:
+        if offer.encoding != encoding:
+            who = "the silo was told" if self._transfer.automatic else "the job says"
+            return f"the update is encoded as {offer.encoding!r}, {who} {encoding!r}"
+        return self._problem(offer, get_encoding(encoding).over(self._sent))
+
+    def _problem(self, offer: UploadOffer, encoding: Encoding) -> str:
         expected, most = encoding.encoded_size(self._columns), encoding.size_bound(self._columns)
         if offer.size != expected and (expected is not None or offer.size > most):
             size = f"at most {most}" if expected is None else expected
@@ -56,11 +60,11 @@ class PlainRounds:
         return ""
 
     def content_check(self, client: str, offer: UploadOffer) -> ContentCheck:
-        dtype, step = self._encoding.dense_dtype, offer.at.step
-        if dtype is not None:
-            return FiniteCheck(dtype)
+        encoding, step = get_encoding(offer.encoding).over(self._sent), offer.at.step
+        if encoding.dense_dtype is not None:
+            return FiniteCheck(encoding.dense_dtype)
         key = StreamKey(self._seed, client, step.round, step.attempt)
-        return EncodedCheck(self._encoding, self._columns, key)
+        return EncodedCheck(encoding, self._columns, key)
 
     def arrived(self, client: str, offer: UploadOffer) -> None:
         return
@@ -86,7 +90,12 @@ class PlainRounds:
         paths = await asyncio.get_running_loop().run_in_executor(compute, self._paths, action)
         digests = [update.digest for update in action.updates]
         keys = [StreamKey(self._seed, each.client, *asked_in(each, action.step)) for each in action.updates]
-        return Rows(rows_in_files(paths, self._columns, self._encoding, keys, digests), action.updates)
+        encodings = [self._encoding_of(each) for each in action.updates]
+        return Rows(rows_in_files(paths, self._columns, encodings, keys, digests), action.updates)
+
+    def _encoding_of(self, update: m.Update) -> Encoding:
+        chosen = update.transfer.encoding if update.transfer else ""
+        return get_encoding(chosen or self._transfer.up).over(self._sent)
 
     def take_up(self, step: m.Step) -> None:
         return

@@ -25,8 +25,11 @@ class RoundCollection(Protocol):
     def admit(self, action: m.Instruct) -> Sequence[bytes] | None:
         """The certificates that go with an instruction; None where the silo cannot take part."""
 
-    def problem(self, client: str, offer: UploadOffer) -> str:
-        """What is wrong with an offered upload, in words; empty if nothing is."""
+    def problem(self, client: str, offer: UploadOffer, encoding: str) -> str:
+        """What is wrong with an offered upload, in words; empty if nothing is.
+
+        `encoding` is what the silo was told.
+        """
 
     def content_check(self, client: str, offer: UploadOffer) -> ContentCheck:
         """What the bytes of one upload are to be shown to, in order."""

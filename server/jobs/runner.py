@@ -27,6 +27,7 @@ from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.released import Told
 from roundtable.engine import EngineView, RoundEngine
 from roundtable.engine import messages as m
+from roundtable.engine.state import chosen_chain
 from roundtable.server.jobs.actions import JobActions, JobParts
 from roundtable.server.jobs.job_inbox import Arrival, Verdict, client_of
 from roundtable.server.jobs.job_services import JobServices
@@ -159,6 +160,10 @@ class JobRunner:
         """The digest of the update that was accepted for this step, is damaged and wanted again; or ""."""
         update = self._engine.lost(client, step)
         return update.digest if update is not None else ""
+
+    def encoding_of(self, client: str) -> str:
+        """The chain in which the client's update is expected."""
+        return chosen_chain(self._engine.state, client) or self.job.transfer.up
 
     def refusal(self, client: str, step: m.Step) -> str:
         """The reason why an update for this step is stale."""

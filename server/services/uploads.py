@@ -284,6 +284,8 @@ class Uploads:
             encoding_seconds=told.seconds if told else None,
             decoding_seconds=decoded,
             error=told.error if told else None,
+            encoding=update.encoding if runner.job.transfer.automatic else "",
+            trials=told.trials if told else (),
         )
 
     async def _corrupted_upload(self, offer: Offer, error: TransferError) -> Outcome:
@@ -368,4 +370,4 @@ def _problem(client: str, update: UploadOffer, runner: JobRunner) -> str:
             "the silo's task builds another model than the one that was submitted; "
             "install the same version of the task"
         )
-    return update.flaw or runner.collection.problem(client, update)
+    return update.flaw or runner.collection.problem(client, update, runner.encoding_of(client))

@@ -53,7 +53,9 @@ class Host:
         self._world = World(config, made, model, folder=algorithms)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._backend = make_local("sequential", self._world, Clients(self._world, budget), device)
-        self._dense = get_encoding(config.transfer.up).dense_dtype or torch.float32
+        chosen = config.transfer.automatic
+        dense = None if chosen else get_encoding(config.transfer.up).dense_dtype
+        self._dense = dense or torch.float32
         self._summing = summing
         self._updates: dict[int, Tensor] = {}
 

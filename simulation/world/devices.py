@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from roundtable.core.errors import ConfigError
+from roundtable.core.observability.link_estimate import LinkEstimate, Rate
 from roundtable.core.seeds import numpy_generator
 from roundtable.simulation.world.config import DevicesTable, Lognormal
 
@@ -64,6 +65,24 @@ class Devices:
             generator = numpy_generator(self._seed, "devices", "jitter", round, index)
             total *= float(generator.lognormal(0.0, self.table.jitter))
         return total
+
+    def upload_seconds(self, index: int, size: int) -> float:
+        """What so many bytes take on their way up, without latency and jitter."""
+        return size / self._rate("upload", index)
+
+    def link(self, index: int) -> LinkEstimate:
+        """The client's line as if it had been measured."""
+        up, down = self._rate("upload", index), self._rate("download", index)
+        return LinkEstimate(
+            up=Rate(up, 1.0) if up < inf else Rate(),
+            down=Rate(down, 1.0) if down < inf else Rate(),
+            round_trip=Rate(self.table.latency, 1.0) if self.table.latency else Rate(),
+        )
+
+    @property
+    def upload_takes_time(self) -> bool:
+        """Whether clients have a rate at which they upload."""
+        return self._rates["upload"] is not None
 
     def online(self, now: float) -> np.ndarray | None:
         """Ascending numbers of those that are there at time `now`; None for everybody."""

@@ -64,7 +64,9 @@ class Fleet:
         return index not in self.gone and self.devices.leaves_at(index, self.now) > self.now
 
     def info(self, name: str) -> ClientInfo:
-        return ClientInfo(name)
+        if not self.devices.upload_takes_time:
+            return ClientInfo(name)
+        return ClientInfo(name, link=self.devices.link(self.names.index_of(name)))
 
     def join(self, info: ClientInfo, online: bool) -> None:
         if online:

@@ -43,7 +43,7 @@ def joined(matrix: UpdateMatrix, budget: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("chain", CHAINS)
 def test_blocks_windows_and_chosen_rows_are_the_decoded_ones(tmp_path: Path, chain: str) -> None:
     paths, keys, digests, values = written(tmp_path, chain)
-    matrix = rows_in_files(paths, COLUMNS, get_encoding(chain), keys, digests)
+    matrix = rows_in_files(paths, COLUMNS, [get_encoding(chain)] * len(paths), keys, digests)
     assert torch.equal(joined(matrix), values)
     assert torch.equal(joined(matrix, 64 << 20), values)
     assert torch.equal(joined(matrix.select([2, 0])), values[[2, 0]])
@@ -65,7 +65,7 @@ def test_bytes_that_changed_on_the_disk_end_the_pass(tmp_path: Path, place: int)
     data[place] ^= 0xFF
     paths[1].write_bytes(data)
     with pytest.raises(DamagedRows) as error:
-        joined(rows_in_files(paths, COLUMNS, get_encoding("int8"), keys, digests))
+        joined(rows_in_files(paths, COLUMNS, [get_encoding("int8")] * len(paths), keys, digests))
     assert error.value.digests == (digests[1],)
 
 
@@ -74,4 +74,4 @@ def test_files_of_another_length(tmp_path: Path, change: int) -> None:
     paths, keys, _, _ = written(tmp_path, "int8")
     paths[2].write_bytes((paths[2].read_bytes() + b"\0")[: paths[2].stat().st_size + change])
     with pytest.raises(InvalidUpdate, match="bytes too"):
-        joined(rows_in_files(paths, COLUMNS, get_encoding("int8"), keys))
+        joined(rows_in_files(paths, COLUMNS, [get_encoding("int8")] * len(paths), keys))

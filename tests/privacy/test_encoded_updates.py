@@ -53,7 +53,7 @@ def test_an_update_that_becomes_longer_on_its_way_is_clipped_as_it_arrives(
         return float(out.norm())
 
     def published(count: int) -> Tensor:
-        rows = rows_in_files([path] * count, SIZE, encoding, [StreamKey(0, "silo")] * count)
+        rows = rows_in_files([path] * count, SIZE, [encoding] * count, [StreamKey(0, "silo")] * count)
         updates = [Update("silo", RowReference(0), 1, loss=1.0)] * count
         state, noise = initial_server_state(plan, SIZE), SeededNoise(9)
         return combine(

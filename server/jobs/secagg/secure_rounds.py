@@ -119,7 +119,7 @@ class SecureRounds:
         if self._attempt is not None and client in self._attempt.outgoing:
             self._send(self._attempt, client)
 
-    def problem(self, client: str, offer: UploadOffer) -> str:
+    def problem(self, client: str, offer: UploadOffer, encoding: str) -> str:
         """What is wrong with the offer of a masked vector, in words; empty if nothing is."""
         attempt = self._current(offer.at.step)
         if attempt is None:

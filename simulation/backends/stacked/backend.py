@@ -81,7 +81,8 @@ class Stacked:
         self.fallback = Vectorised(world, self.clients, str(self.device))
         self.refused = why_not(world)
         self.sums_updates = can_sum(world.job)
-        self._dense = get_encoding(world.job.transfer.up).dense_dtype
+        transfer = world.job.transfer
+        self._dense = None if transfer.automatic else get_encoding(transfer.up).dense_dtype
         self._budget = budget
         self._data_budget = data_budget
         self._pool: Pool | None = None

@@ -71,3 +71,24 @@ async def test_a_secret_cohort_moves_no_estimate(
     async with running(config) as one, Operator(one.port, certificates / "olga") as operator:
         await one_round(one.port, certificates, operator, text, "r1")
         assert await links(operator) == []
+
+
+async def test_an_update_comes_as_the_silo_was_told_over_a_restart(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    config, text = settings(), '[cohort]\nsize = 1\n[evaluation]\nevery = 0\n[transfer]\nup = "auto"\n'
+    values = torch.zeros(4)
+    async with (
+        running(config) as one,
+        Operator(one.port, certificates / "olga") as operator,
+        ScriptedAgent(one.port, certificates / AGENTS[0]) as agent,
+    ):
+        await operator.submit(text, rounds=1)
+        assert (await agent.expect("instruction")).train.encoding == "int8"
+    async with running(config) as two, ScriptedAgent(two.port, certificates / AGENTS[0]) as agent:
+        asked = await agent.expect("instruction")
+        assert asked.train.encoding == "int8"
+        header = header_for(asked, values.numpy().tobytes())
+        receipt = await agent.upload(header, values.numpy().tobytes())
+        assert receipt.status == agent_pb2.UploadReceipt.REJECTED
+        assert "encoded as 'float32', the silo was told 'int8'" in receipt.reason

@@ -204,7 +204,9 @@ async def test_counts_beside_a_masked_update_are_refused(federation: Federation)
             ({"step": common_pb2.Step(job=job, round=1, attempt=9, phase="train")}, "is not known here"),
         ):
             header = {"step": step, "content": content, "encoding": "masked", **changes}
-            assert reason in runner.collection.problem("cedar", offer_of(agent_pb2.UploadHeader(**header)))
+            assert reason in runner.collection.problem(
+                "cedar", offer_of(agent_pb2.UploadHeader(**header)), "float32"
+            )
 
 
 async def test_below_three_survivors_the_attempt_fails_and_new_keys_are_made(
