@@ -519,16 +519,20 @@ class WatchJobRequest(google.protobuf.message.Message):
 
     JOB_FIELD_NUMBER: builtins.int
     FROM_SEQUENCE_FIELD_NUMBER: builtins.int
+    NEWEST_FIELD_NUMBER: builtins.int
     job: builtins.str
     from_sequence: builtins.int
     """First event wanted; 1 for the whole history."""
+    newest: builtins.int
+    """Not 0: the newest so many instead, and those to come."""
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         from_sequence: builtins.int = ...,
+        newest: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_sequence", b"from_sequence", "job", b"job"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_sequence", b"from_sequence", "job", b"job", "newest", b"newest"]) -> None: ...
 
 global___WatchJobRequest = WatchJobRequest
 

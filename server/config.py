@@ -14,6 +14,7 @@ from roundtable.core.observability.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
 from roundtable.core.toml_tables import Seconds, Table
 from roundtable.server.auth.oidc import OidcTable
+from roundtable.server.auth.page_sessions import DashboardTable
 from roundtable.server.auth.quotas import QuotaTable
 from roundtable.server.operations.alerts import AlertTable
 from roundtable.server.operations.populations import Populations
@@ -130,6 +131,9 @@ class ServerConfig(Table):
     )
     alerts: AlertTable = Field(default_factory=AlertTable, description="who is told of incidents")
 
+    dashboard: DashboardTable = Field(
+        default_factory=DashboardTable, description="the page for people, in a browser"
+    )
     metrics: str = Field(
         "", description="address and port of /metrics, /healthz and /readyz, for example 127.0.0.1:9464"
     )
@@ -211,6 +215,7 @@ def load_server_config(path: Path | None = None, overrides: Mapping[str, Any] | 
             "artifacts": str(base / config.artifacts) if config.artifacts else str(state / "artifacts"),
             "credentials": str(base / config.credentials),
             "root_data": {name: _below(base, table) for name, table in config.root_data.items()},
+            "dashboard": config.dashboard.below(base),
         }
     )
 

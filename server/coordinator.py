@@ -6,17 +6,17 @@ import asyncio
 import logging
 import secrets
 import signal
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import grpc
 
 from roundtable.core.allocator import tune_for_transfers
-from roundtable.core.errors import IdentityError, ResourceError, StorageError
+from roundtable.core.errors import IdentityError, StorageError
 from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import Credentials, load_credentials
 from roundtable.core.observability.log_levels import Verbosity
@@ -27,8 +27,10 @@ from roundtable.core.observability.watchdog import keep_watchdog, tell_systemd
 from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc, relay_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
+from roundtable.server.auth.page_sessions import PageSessions
 from roundtable.server.clock import steady_time, watch_clock
 from roundtable.server.config import RetentionTable, ServerConfig
+from roundtable.server.dashboard import BehindThePage, Dashboard, NoDashboard
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import Sessions
@@ -41,8 +43,10 @@ from roundtable.server.operations.measured_lines import MeasuredLines
 from roundtable.server.operations.populations import Populations
 from roundtable.server.services.agents import AgentService
 from roundtable.server.services.job_logs import JobLogs
+from roundtable.server.services.local_calls import LocalCalls
 from roundtable.server.services.operators import OperatorService
 from roundtable.server.services.relays import RelayService
+from roundtable.server.services.secure_port import check_port
 from roundtable.server.services.security import Security
 from roundtable.server.services.silo_reports import SiloReports
 from roundtable.server.services.storing import Storing
@@ -77,8 +81,10 @@ class Coordinator:
         clock: Callable[[], float] = steady_time,
         trusted: TrustedTraining | None = None,
         tracer: Tracer | None = None,
+        dashboard: Dashboard | None = None,
     ) -> None:
         self.config = config
+        self._dashboard = dashboard or NoDashboard()
         self.clock = clock
         self.trusted = trusted
         self.observer = CoordinatorObserver(tracer or open_tracer(config.traces, "coordinator"), clock)
@@ -104,7 +110,7 @@ class Coordinator:
         """
         credentials = _coordinator_credentials(Path(self.config.credentials))
         check_can_archive(self.config)
-        _check_port(self.config.listen)
+        check_port(self.config.listen)
         leadership = self._leadership = Leadership(self.config, credentials)
         self._page = CoordinatorPage(self.config, self.observer, self.clock, lambda: leadership.sight)
         try:
@@ -121,6 +127,7 @@ class Coordinator:
     async def stop(self) -> None:
         """Ends streams, drivers and threads, in this order."""
         await self._open_to_watch.aclose()
+        await self._dashboard.close()
         for task in self._tasks:
             task.cancel()
         if self._server is not None:
@@ -185,6 +192,8 @@ class Coordinator:
         await self.jobs.start()
         await self._server.start()
         self._page.opened(self.jobs, self._sessions, self._database, self.security)
+        browsers = PageSessions(self._database, self.clock, config.dashboard)
+        await self._dashboard.open(BehindThePage(self._calls, browsers, self.security.access))
         work = [
             self._sessions.watch(),
             self._keep_house(services.retention, archiving),
@@ -257,6 +266,8 @@ class Coordinator:
             reports,
         )
         server.add_generic_rpc_handlers((PieceHandlers(agents, operators),))
+        named = {"Operators": operators, "Administration": security.administration}
+        self._calls = LocalCalls(security.access, named)
         agent_pb2_grpc.add_AgentsServicer_to_server(agents, server)
         operator_pb2_grpc.add_OperatorsServicer_to_server(operators, server)
         relay_pb2_grpc.add_RelaysServicer_to_server(self._relays, server)
@@ -287,18 +298,22 @@ def _stay_of(days: RetentionTable) -> Stay:
 
 
 def run_server(
-    config: ServerConfig, trusted: TrustedTraining | None = None, verbosity: Verbosity | None = None
+    config: ServerConfig,
+    trusted: TrustedTraining | None = None,
+    verbosity: Verbosity | None = None,
+    dashboard: Dashboard | None = None,
 ) -> None:
     """Runs a coordinator until SIGTERM or SIGINT. Raises RoundtableError for what a person must mend.
 
     `trusted` trains on data of the coordinator's own, for rules that measure updates by them; `verbosity` is
-    read anew at SIGHUP.
+    read anew at SIGHUP; `dashboard` serves the page while the coordinator is active.
     """
     tune_for_transfers()
-    asyncio.run(_until_signal(config, trusted, verbosity or Verbosity(config.log_levels)))
+    make = partial(Coordinator, config, trusted=trusted, dashboard=dashboard)
+    asyncio.run(_until_signal(make, config, verbosity or Verbosity(config.log_levels)))
 
 
-async def _until_signal(config: ServerConfig, trusted: TrustedTraining | None, verbosity: Verbosity) -> None:
+async def _until_signal(make: Callable[[], Coordinator], config: ServerConfig, verbosity: Verbosity) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -311,7 +326,7 @@ async def _until_signal(config: ServerConfig, trusted: TrustedTraining | None, v
     patience: type[StorageError] = DatabaseUnreachable
     while not stopped.is_set():
         try:
-            if await _one_term(config, stopping, trusted):
+            if await _one_term(make(), stopping):
                 patience = StorageError
         except patience as error:
             log.error("not active: %s; trying again", error)
@@ -342,11 +357,8 @@ def _answers(address: str, patience: type[StorageError]) -> bool:
     return True
 
 
-async def _one_term(
-    config: ServerConfig, stopping: asyncio.Task[bool], trusted: TrustedTraining | None
-) -> bool:
+async def _one_term(coordinator: Coordinator, stopping: asyncio.Task[bool]) -> bool:
     """Stands by, is active, and returns at the signal to stop or when another coordinator takes over."""
-    coordinator = Coordinator(config, trusted=trusted)
     starting = asyncio.get_running_loop().create_task(coordinator.start())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -354,7 +366,7 @@ async def _one_term(
         await asyncio.wait([starting])
         return False
     starting.result()
-    host = config.listen.rpartition(":")[0]
+    host = coordinator.config.listen.rpartition(":")[0]
     announce(f"coordinator is listening on {host}:{coordinator.port}; Ctrl-C stops it")
     tell_systemd("active", ready=True)
     deposed = asyncio.get_running_loop().create_task(coordinator.deposed.wait())
@@ -374,23 +386,3 @@ def _coordinator_credentials(folder: Path) -> Credentials:
             "a coordinator needs its own: `roundtable ca issue NAME --role coordinator`"
         )
     return credentials
-
-
-def _check_port(listen: str) -> None:
-    """Raises ResourceError with the system's reason where a port cannot be had; gRPC gives none."""
-    host, _, port = listen.rpartition(":")
-    host = host.strip("[]")
-    try:
-        family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, int(port)))
-    except OSError as error:
-        raise _port_taken(listen, error.strerror or str(error)) from error
-
-
-def _port_taken(listen: str, reason: str) -> ResourceError:
-    return ResourceError(
-        f"cannot listen on {listen}: {reason}; does another coordinator run here? "
-        "Choose another address with --listen host:port"
-    )

@@ -9,6 +9,7 @@ layers   which folder may import which (contracts in setup.cfg)
 proto    generated code against the .proto files
 deploy   the compose file's schema, the Helm charts, the manifests kept beside them
 compat   generated code on the oldest and on the newest protobuf and grpcio
+browser  Chromium for the tests of the page, by this system's packages; CI asks for it, others may
 wheel    builds the wheel and runs the fast tests on it, outside the tree; arguments go to pytest
 gpu      what a GPU is asked, into docs/gpu.md: 45 minutes at most; --rehearse, --phase, --list and more
 dist     wheel, source distribution and bill of materials in dist/, the same bytes wherever they are built
@@ -124,6 +125,17 @@ def compat() -> None:
                 print("skipped: the oldest grpcio has no wheel for this Python; CI checks on 3.11")
 
 
+def browser() -> None:
+    """Tests of the page are skipped where there is none: playwright's own is not loaded."""
+    if found := shutil.which("chromium") or shutil.which("google-chrome"):
+        print(f"{found} is there")
+    elif shutil.which("apt-get") and os.geteuid() == 0:
+        run("apt-get", "update", "-qq")
+        run("apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium")
+    else:
+        print("no browser: install chromium, and the tests of the page run, too")
+
+
 def build_wheel() -> Path:
     """The wheel, from a clean build folder, so that no deleted module survives in it."""
     out = ROOT / "build" / "wheel"
@@ -203,7 +215,9 @@ def pins() -> None:
 def test() -> None:
     """Every check, cheap ones first."""
     dev()
-    for check in (lint, types, layers, proto, deploy, compat, wheel):
+    # On a developer's machine nothing is installed unasked.
+    asked = (browser,) if os.environ.get("CI") else ()
+    for check in (lint, types, layers, proto, deploy, compat, *asked, wheel):
         start = time.monotonic()
         print(f"\n== {check.__name__}", flush=True)
         check()
@@ -217,7 +231,10 @@ def gpu(*arguments: str) -> None:
     run(BIN / "python", "tools/gpu/run.py", *arguments)
 
 
-COMMANDS = (dev, demo, test, lint, types, layers, proto, deploy, compat, wheel, gpu, dist, version, pins)
+COMMANDS = (
+    *(dev, demo, test, lint, types, layers, proto, deploy, compat, browser, wheel),
+    *(gpu, dist, version, pins),
+)
 TAKES_ARGUMENTS = ("wheel", "gpu")
 
 

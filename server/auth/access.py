@@ -23,7 +23,7 @@ from math import inf
 from typing import Any, TypeAlias, cast
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from typing_extensions import override
 
 from roundtable.core import errors
@@ -31,7 +31,10 @@ from roundtable.core.bounds import is_word
 from roundtable.core.foreign_text import printable
 from roundtable.core.observability.logs import REQUEST_KEY, requesting
 from roundtable.server.auth.audit import AccessNotes
-from roundtable.server.auth.permissions import CALLERS, Permission, permission_of
+from roundtable.server.auth.message_flow import Context as Context
+from roundtable.server.auth.message_flow import PatientContext, careful, in_time
+from roundtable.server.auth.message_flow import Refusal as Refusal
+from roundtable.server.auth.permissions import CALLERS, PERMISSIONS, Permission, permission_of
 from roundtable.server.auth.principals import NOBODY, CertifiedCallers, Principal, credential_of
 from roundtable.server.auth.quotas import Quotas
 from roundtable.server.auth.rate_limit import Lockouts, RateLimit, WrongSecret
@@ -60,17 +63,8 @@ LINES_A_SECOND, LINES_AT_ONCE = 1.0, 60.0
 FLUSH_SECONDS = 0.2
 LONGEST_ANSWER = 2000
 _REQUEST = 32
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 _principal: ContextVar[Principal] = ContextVar("principal", default=NOBODY)
-
-
-class Refusal(errors.RoundtableError):
-    """A call that is answered with this status and message."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 def principal() -> Principal:
@@ -125,7 +119,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         kind = next(name for name in _KINDS if getattr(handler, name) is not None)
         name = details.method.removeprefix("/roundtable.v1.")
         guarded = self._guarded(getattr(handler, kind), name, permission, kind)
-        reader = _careful(handler.request_deserializer, name)
+        reader = careful(handler.request_deserializer, name)
         return _SERVED[kind](guarded, reader, handler.response_serializer)
 
     def cut(self, party: Party) -> int:
@@ -141,6 +135,41 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         _principal.set(who)
         with self._running(who, streams=True):
             yield
+
+    async def perform(
+        self, method: Method, name: str, request: Message, who: Principal, address: str, context: Context
+    ) -> Any:
+        """A call with one request that comes by another door than gRPC, of somebody who is known there.
+
+        The same table, quotas, limits and entries of the audit log as at the wire; in a task of its own,
+        which `cut` can cancel. A method that answers with a stream writes to `context`. RoundtableError where
+        it fails; a Refusal has its status with it.
+        """
+        permission = PERMISSIONS[name]
+        try:
+            with self._admitted(who, address, name, permission, streams=False):
+                if not permission.noted:
+                    return await method(request, context)
+                with self._quotas.change(who.label):
+                    await self._note(who, name, request)
+                    return await method(request, context)
+        except errors.RoundtableError as error:
+            code = error.code if isinstance(error, Refusal) else _code(error)
+            self._refused(who, name, code, printable(error, LONGEST_ANSWER), address)
+            raise
+
+    async def of_bearer(self, bearer: str, address: str) -> Principal:
+        """The holder of a token that comes by any door.
+
+        Refusal for one that does not hold, and for everybody who has shown too many of those.
+        """
+        credential = credential_of(bearer)
+        check_lockout(self._lockouts, address, credential)
+        try:
+            return await self._principals.of_bearer(bearer)
+        except WrongSecret as error:
+            self._lockouts.wrong(address, credential)
+            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
 
     def has_cut(self, task: asyncio.Task[Any] | None) -> bool:
         """Whether `cut` has cancelled a task, or what its caller has shown has ended; says so once."""
@@ -161,13 +190,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             who, address = NOBODY, address_of(context)
             try:
                 who = await self._identify(context)
-                if who.role not in permission.callers:
-                    raise errors.IdentityError(_wrong_role(who, name, permission))
-                label = _label(who, address)
-                self._quotas.arrive(label, permission.cost, known=who is not NOBODY)
-                _principal.set(who)
-                log.debug("%s by %s", name, label)
-                with self._quotas.open_call(label), self._running(who, kind != "unary_unary"):
+                with self._admitted(who, address, name, permission, streams=kind != "unary_unary"):
                     return await self._perform(method, name, permission, kind, requests, context)
             except errors.RoundtableError as error:
                 code = error.code if isinstance(error, Refusal) else _code(error)
@@ -190,6 +213,20 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         return call
 
+    @contextmanager
+    def _admitted(
+        self, who: Principal, address: str, name: str, permission: Permission, *, streams: bool
+    ) -> Iterator[None]:
+        """Whether this party may make this call, and one more; it is open while the block lasts."""
+        if who.role not in permission.callers:
+            raise errors.IdentityError(_wrong_role(who, name, permission))
+        label = _label(who, address)
+        self._quotas.arrive(label, permission.cost, known=who is not NOBODY)
+        _principal.set(who)
+        log.debug("%s by %s", name, label)
+        with self._quotas.open_call(label), self._running(who, streams):
+            yield
+
     async def _perform(
         self,
         method: Method,
@@ -202,7 +239,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """Reads what is asked for, notes it if it changes something, and does it."""
         seconds, who = self._quotas.table.idle, principal()
         # A stream both ways is an agent's control stream, whose silence is judged by heartbeats.
-        request: Any = requests if kind == "stream_stream" else _patient(requests, name, seconds)
+        request: Any = requests if kind == "stream_stream" else in_time(requests, name, seconds)
         if kind.startswith("unary"):
             request = await anext(request, None)
             if request is None:
@@ -211,7 +248,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             # Left to the first message, gRPC forgets having sent it when that message is cut off,
             # and then takes no status: the caller would never learn that the call has ended.
             await context.send_initial_metadata(())
-        patient = cast(Context, _PatientContext(context, name, seconds))
+        patient = cast(Context, PatientContext(context, name, seconds))
         if not permission.noted:
             return await method(request, patient)
         with self._quotas.change(who.label):
@@ -229,13 +266,7 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return self._relayed.caller(who.name, silo) if silo else who
         if not (bearer := _bearer(context)):
             return NOBODY
-        credential = credential_of(bearer)
-        check_lockout(self._lockouts, address, credential)
-        try:
-            return await self._principals.of_bearer(bearer)
-        except WrongSecret as error:
-            self._lockouts.wrong(address, credential)
-            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
+        return await self.of_bearer(bearer, address)
 
     async def _note(self, who: Principal, name: str, request: Any) -> None:
         target = ""
@@ -297,67 +328,9 @@ def check_lockout(lockouts: Lockouts, address: str, credential: str) -> None:
         )
 
 
-class _PatientContext:
-    """A call's context whose `write` does not wait for ever for a caller that reads nothing."""
-
-    def __init__(self, context: Context, name: str, seconds: float) -> None:
-        self._context = context
-        self._name = name
-        self._seconds = seconds
-
-    async def write(self, message: Any) -> None:
-        """Sends a message. Refusal if the caller's side takes none for too long."""
-        try:
-            async with asyncio.timeout(self._seconds):
-                await self._context.write(message)
-        except TimeoutError:
-            raise _too_slow(f"nothing of what {self._name} answers was read", self._seconds) from None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-
-async def _patient(requests: AsyncIterator[Any], name: str, seconds: float) -> AsyncIterator[Any]:
-    """The caller's messages. Refusal if the next one does not come in time."""
-    messages = aiter(requests)
-    while True:
-        try:
-            async with asyncio.timeout(seconds):
-                message = await anext(messages)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise _too_slow(f"the next message to {name} did not come", seconds) from None
-        yield message
-
-
-def _too_slow(problem: str, seconds: float) -> Refusal:
-    said = f"{problem} within {seconds:.0f} s: the call is over; make it again, and go on from where it ended"
-    return Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, said)
-
-
 def _label(who: Principal, address: str) -> str:
     """What quotas go by: the party, or the address of somebody without credentials."""
     return f"a stranger at {address}" if who is NOBODY else who.label
-
-
-def _careful(reader: Callable[[bytes], Any] | None, name: str) -> Callable[[bytes], Any] | None:
-    """Wraps a deserializer so that its failures become refusals, where gRPC would log a traceback."""
-    if reader is None:
-        return None
-
-    def read(data: bytes) -> Any:
-        try:
-            return reader(data)
-        except (DecodeError, ValueError) as error:
-            raise _unreadable(name) from error
-
-    return read
-
-
-def _unreadable(name: str) -> Refusal:
-    said = f"a message to {name} cannot be read; is it of this version?"
-    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, said)
 
 
 def _identifier(context: Context) -> str:

@@ -33,12 +33,17 @@ from roundtable.server.services import transfer
 from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.silo_reports import SiloReports
 from roundtable.server.services.storing import Storing
-from roundtable.server.services.watching import detail_of, updates
+from roundtable.server.services.watching import MOST_EVENTS, detail_of, updates
 from roundtable.server.store import FINAL, AgentRow, JobRow, tables
 from roundtable.server.store.agent_rows import all_clients, disable
 from roundtable.server.store.artifacts import is_readable
 from roundtable.server.store.audit import append
-from roundtable.server.store.jobs import UnknownJob, newest_history, newest_incidents
+from roundtable.server.store.jobs import (
+    UnknownJob,
+    last_sequence,
+    newest_history,
+    newest_incidents,
+)
 from roundtable.server.store.ledger import Limit, entries, limits, remove_budget, totals
 from roundtable.server.store.trust_rows import revoked_silos
 
@@ -154,6 +159,9 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     async def WatchJob(self, request: operator_pb2.WatchJobRequest, context: Context) -> None:  # type: ignore[override]
         row = await self._find(door.job_of(request))
         first = door.place_of(request.from_sequence)
+        if request.newest:
+            known = await self._services.database.read(lambda connection: last_sequence(connection, row.id))
+            first = max(1, known + 1 - min(request.newest, MOST_EVENTS))
         async for update in updates(self._jobs, self._services, row.id, first, self._job):
             await context.write(update)
 

@@ -6,6 +6,7 @@ Certificates are read anew when their files change: renewed ones need no restart
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 
 import grpc
@@ -81,3 +82,23 @@ class _Files:
     def _times(self) -> list[float]:
         paths = [self._folder / name for name in (CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY)]
         return [path.stat().st_mtime if path.exists() else 0.0 for path in paths]
+
+
+def check_port(listen: str) -> None:
+    """Raises ResourceError with the system's reason where a port cannot be had; gRPC gives none."""
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, int(port)))
+    except OSError as error:
+        raise _port_taken(listen, error.strerror or str(error)) from error
+
+
+def _port_taken(listen: str, reason: str) -> ResourceError:
+    return ResourceError(
+        f"cannot listen on {listen}: {reason}; does another coordinator run here? "
+        "Choose another address with --listen host:port"
+    )

@@ -84,7 +84,7 @@ class Security:
             config.certificate_days,
         )
         provenance = Provenance(database, self.identity, versions()["roundtable"], clock)
-        self._administration = AdministrationService(
+        self.administration = AdministrationService(
             database,
             self.enrolment,
             self.principals,
@@ -117,7 +117,7 @@ class Security:
         """Adds enrolment and administration to a server."""
         service = EnrolmentService(self.enrolment, self._lockouts, self._credentials.ca)
         administration_pb2_grpc.add_EnrolmentServicer_to_server(service, server)
-        administration_pb2_grpc.add_AdministrationServicer_to_server(self._administration, server)
+        administration_pb2_grpc.add_AdministrationServicer_to_server(self.administration, server)
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
         """Opens both addresses; returns the port of the one for client certificates.

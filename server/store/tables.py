@@ -349,3 +349,17 @@ archives = Table(
     Column("artifact", DIGEST, nullable=False),
     Column("time", Double, nullable=False),
 )
+
+page_sessions = Table(
+    "page_sessions",
+    metadata,
+    # Who has signed in to the page: `digest` is SHA-256 of the browser's secret.
+    Column("digest", DIGEST, primary_key=True),
+    Column("role", String(20), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("source", String(20), nullable=False),
+    Column("credential", DIGEST, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("used", Double, nullable=False),
+    Column("expires", Double, nullable=False),
+)

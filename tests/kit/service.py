@@ -17,15 +17,18 @@ from roundtable.core.models import model_blocks
 from roundtable.proto import operator_pb2, operator_pb2_grpc
 from roundtable.proto.common_pb2 import Artifact, Chunk, DownloadRequest
 from roundtable.server import Coordinator, ServerConfig
+from roundtable.server.dashboard import Dashboard
 from roundtable.server.jobs.trusted_training import TrustedTraining
 
 AGENTS = ("alder", "birch", "cedar")
 
 
 @asynccontextmanager
-async def running(config: ServerConfig, trusted: TrustedTraining | None = None) -> AsyncIterator[Coordinator]:
+async def running(
+    config: ServerConfig, trusted: TrustedTraining | None = None, dashboard: Dashboard | None = None
+) -> AsyncIterator[Coordinator]:
     """A coordinator while the block lasts."""
-    started = Coordinator(config, trusted=trusted)
+    started = Coordinator(config, trusted=trusted, dashboard=dashboard)
     await started.start()
     try:
         yield started

@@ -14,6 +14,7 @@ from roundtable.cli.shared.service_process import service_process
 
 if TYPE_CHECKING:
     from roundtable.server.config import ServerConfig
+    from roundtable.server.dashboard import Dashboard
     from roundtable.server.jobs.trusted_training import TrustedTraining
 
 
@@ -42,6 +43,7 @@ class _Server(click.Command):
     metavar="HOST:PORT",
     help="Where invited silos and operators with tokens connect; default: none.",
 )
+@click.option("--page", metavar="HOST:PORT", help="Where browsers find the page for people; default: none.")
 @click.option(
     "--state", type=click.Path(path_type=Path), help="Folder of the embedded database and the artifacts."
 )
@@ -64,6 +66,7 @@ def server(
     config: Path | None,
     listen: str | None,
     enrolment: str | None,
+    page: str | None,
     state: Path | None,
     database: str | None,
     bucket: str | None,
@@ -82,15 +85,16 @@ def server(
         take_variables(config)
         database = database or os.environ.get(DATABASE) or None
     options = {"listen": listen, "enrolment": enrolment, "database": database, "bucket": bucket}
+    pages = {"dashboard.listen": page}
     folders = {"state": _absolute(state), "credentials": _absolute(credentials)}
-    settings = load_server_config(config, {**options, **folders})
+    settings = load_server_config(config, {**options, **pages, **folders})
     verbosity = service_process(
         settings.log_format, settings.log_levels, lambda: load_server_config(config).log_levels
     )
     # What it brings along may warn: in the form of the log.
     from roundtable.server.coordinator import run_server
 
-    run_server(settings, _trusted(settings), verbosity)
+    run_server(settings, _trusted(settings), verbosity, _dashboard(settings))
 
 
 def _trusted(settings: ServerConfig) -> TrustedTraining | None:
@@ -100,6 +104,15 @@ def _trusted(settings: ServerConfig) -> TrustedTraining | None:
     from roundtable.trusted import TrustedData
 
     return TrustedData(settings.root_data)
+
+
+def _dashboard(settings: ServerConfig) -> Dashboard | None:
+    """Without a page the coordinator imports no web server."""
+    if not settings.dashboard.listen:
+        return None
+    from roundtable.page.serving import CoordinatorDashboard
+
+    return CoordinatorDashboard(settings)
 
 
 def _absolute(path: Path | None) -> Path | None:

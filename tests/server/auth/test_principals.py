@@ -175,7 +175,7 @@ async def test_what_the_root_issues_afterwards_is_the_way_back(
     hub: Coordinator, people: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     earlier = hub.clock() - 2
-    monkeypatch.setattr(hub.security._administration, "_clock", lambda: earlier)
+    monkeypatch.setattr(hub.security.administration, "_clock", lambda: earlier)
     old = issue(
         people / "ca", "vic", "viewer", tmp_path / "old", start=datetime.fromtimestamp(earlier - 1, UTC)
     )

@@ -1,0 +1,334 @@
+"""The page's addresses: files, signing in, what operators' calls read and change, the live stream."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote
+
+import grpc
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from roundtable.core.errors import ConfigError, IdentityError, ResourceError, RoundtableError
+from roundtable.core.foreign_text import printable
+from roundtable.page.job_settings import settings_of
+from roundtable.page.live import LiveTopics, topics_of
+from roundtable.page.page_calls import CHANGES, READS, PageCall
+from roundtable.page.shown_rounds import rounds_of
+from roundtable.page.values import message_of, values_of
+from roundtable.proto import administration_pb2, operator_pb2
+from roundtable.server.auth.access import Refusal
+from roundtable.server.auth.page_sessions import PageSession, forgery_token
+from roundtable.server.auth.permissions import PERMISSIONS
+from roundtable.server.auth.principals import credential_of
+from roundtable.server.dashboard import BehindThePage
+
+log = logging.getLogger("roundtable.page")
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+GATHER_SECONDS = 0.1
+QUIET_SECONDS = 15.0
+LOOK_AGAIN_SECONDS = 2.0
+WRITE_SECONDS = 30.0
+MOST_STREAMS = 32
+"""Of one party: a browser needs one."""
+MOST_AUDIT = 2000
+"""Newest entries of the audit log that are shown."""
+_HTTP = {
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.FAILED_PRECONDITION: 409,
+    grpc.StatusCode.UNAVAILABLE: 503,
+}
+
+
+class Application:
+    """The page of one active coordinator."""
+
+    def __init__(self, behind: BehindThePage, secure: bool) -> None:
+        self._behind = behind
+        self._secure = secure
+        self._cookie = "__Host-roundtable" if secure else "roundtable"
+        self._live = LiveTopics(behind.calls)
+        self._streams: Counter[str] = Counter()
+        self._closing = asyncio.Event()
+        pages = ("/", "/jobs", "/jobs/{job}", "/silos", "/privacy", "/audit", "/compare")
+        self.app = Starlette(
+            routes=[
+                *(Route(path, self._page) for path in pages),
+                Route("/sign-in", self._sign_in_page, methods=["GET"]),
+                Route("/sign-in", self._sign_in, methods=["POST"]),
+                Route("/sign-out", self._sign_out, methods=["POST"]),
+                Route("/static/{name}", self._static),
+                Route("/api/session", self._session),
+                Route("/api/read/{name}", self._read),
+                Route("/api/job/{job}", self._job),
+                Route("/api/audit", self._audit),
+                Route("/api/change/{name}", self._change, methods=["POST"]),
+                Route("/api/live", _Stream(self._stream)),
+            ],
+            exception_handlers={RoundtableError: _refused, ClientDisconnect: _gone},
+        )
+
+    async def close(self) -> None:
+        """Ends every stream."""
+        self._closing.set()
+        await self._live.close()
+
+    async def _page(self, request: Request) -> Response:
+        if await self._who(request) is None:
+            return RedirectResponse(f"/sign-in?next={quote(request.url.path, safe='/')}", 303)
+        return _file("index.html")
+
+    async def _sign_in_page(self, request: Request) -> Response:
+        return _file("sign-in.html")
+
+    async def _sign_in(self, request: Request) -> Response:
+        """Exchanges a token, of ours or of the identity provider, for a session."""
+        form = parse_qs((await request.body()).decode("utf-8", "replace"), keep_blank_values=True)
+        token, onwards = form.get("token", [""])[0].strip(), _onwards(form.get("next", ["/"])[0])
+        if not token:
+            return RedirectResponse(f"/sign-in?why=empty&next={quote(onwards, safe='/')}", 303)
+        try:
+            who = await self._behind.access.of_bearer(token, _address(request))
+        except Refusal as error:
+            why = "wait" if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED else "wrong"
+            return RedirectResponse(f"/sign-in?why={why}&next={quote(onwards, safe='/')}", 303)
+        # An address of ours never holds the secret: it would be in histories and logs.
+        known = credential_of(token)
+        kept = known if who.source == "token" else hashlib.sha256(known.encode()).hexdigest()
+        secret = await self._behind.sessions.begin(who, kept)
+        log.info("%s has signed in to the page", who.label)
+        answer = RedirectResponse(onwards, 303)
+        answer.set_cookie(
+            self._cookie, secret, secure=self._secure, httponly=True, samesite="strict", path="/"
+        )
+        return answer
+
+    async def _sign_out(self, request: Request) -> Response:
+        session = await self._must_be(request)
+        await self._behind.sessions.end(request.cookies[self._cookie])
+        log.info("%s has signed out of the page", session.who.label)
+        answer = JSONResponse({})
+        answer.delete_cookie(self._cookie, path="/", secure=self._secure, httponly=True, samesite="strict")
+        answer.headers["clear-site-data"] = '"cache", "storage"'
+        return answer
+
+    async def _static(self, request: Request) -> Response:
+        return _file(request.path_params["name"])
+
+    async def _session(self, request: Request) -> Response:
+        """Who is signed in, what they may call, and the token that changes need."""
+        who = (await self._must_be(request)).who
+        may = sorted(name for name, permission in PERMISSIONS.items() if who.role in permission.callers)
+        values = {"role": who.role, "name": who.name, "may": may, "expires": _finite(who.expires)}
+        return JSONResponse({**values, "forgery_token": forgery_token(request.cookies[self._cookie])})
+
+    async def _read(self, request: Request) -> Response:
+        session = await self._must_be(request)
+        call = _call(READS, request.path_params["name"])
+        return await self._answer(session, request, call, dict(request.query_params))
+
+    async def _change(self, request: Request) -> Response:
+        session = await self._must_be(request, changes=True)
+        call = _call(CHANGES, request.path_params["name"])
+        try:
+            values = json.loads(await request.body())
+        except (ValueError, RecursionError) as error:
+            raise ConfigError("the request's body is not JSON") from error
+        if not isinstance(values, dict):
+            raise ConfigError("the request's body is no JSON object")
+        return await self._answer(session, request, call, values)
+
+    async def _job(self, request: Request) -> Response:
+        """A job with its configuration, its rounds thinned out, and its incidents."""
+        session = await self._must_be(request)
+        wanted = operator_pb2.JobRequest(job=request.path_params["job"])
+        detail = await self._behind.calls.call(session.who, _address(request), "Operators/GetJob", wanted)
+        records = list(detail.history)
+        del detail.history[:]
+        values = {**values_of(detail), "rounds_kept": len(records)}
+        values["rounds"] = await asyncio.to_thread(rounds_of, records)
+        values["settings"] = settings_of(values.pop("job_config"))
+        return JSONResponse(values)
+
+    async def _audit(self, request: Request) -> Response:
+        """The newest entries of the audit log, with their seals, as the operators' call gives them."""
+        session = await self._must_be(request)
+        wanted = administration_pb2.ReadAuditRequest(from_sequence=1, live=True)
+        lines: list[str] = []
+        stream = self._behind.calls.stream(session.who, _address(request), "Administration/ReadAudit", wanted)
+        async for part in stream:
+            assert isinstance(part, administration_pb2.AuditLines)
+            lines = [*lines, *part.lines][-MOST_AUDIT:]
+        return JSONResponse({"lines": lines})
+
+    async def _answer(
+        self, session: PageSession, request: Request, call: PageCall, values: dict[str, Any]
+    ) -> Response:
+        wanted = message_of(call.request, values)
+        reply = await self._behind.calls.call(session.who, _address(request), call.name, wanted)
+        return JSONResponse(values_of(reply))
+
+    async def _stream(self, request: Request, send: Send) -> None:
+        """Server-sent events of the topics that the address names, until the session or the service ends."""
+        session = await self._must_be(request)
+        label = session.who.label
+        topics = topics_of(request.query_params.get("topics", ""))
+        if self._streams[label] >= MOST_STREAMS:
+            raise ResourceError(
+                f"{label} has {MOST_STREAMS} streams open, the most of one party: close a page"
+            )
+        self._streams[label] += 1
+        reader = self._live.join(session.who, _address(request), topics)
+        try:
+            await _begin(send)
+            await self._write(request, send, reader)
+        finally:
+            self._live.leave(reader)
+            self._streams[label] -= 1
+
+    async def _write(self, request: Request, send: Send, reader: Any) -> None:
+        loop = asyncio.get_running_loop()
+        last, looked = loop.time(), loop.time()
+        closing = loop.create_task(self._closing.wait())
+        try:
+            while not closing.done():
+                woken = loop.create_task(reader.woken.wait())
+                await asyncio.wait(
+                    [woken, closing], timeout=LOOK_AGAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                woken.cancel()
+                if await request.is_disconnected():
+                    return
+                if loop.time() - looked >= LOOK_AGAIN_SECONDS:
+                    looked = loop.time()
+                    if await self._who(request) is None:
+                        await _send(send, b"event: ended\ndata: {}\n\n")
+                        break
+                if reader.woken.is_set():
+                    await asyncio.sleep(GATHER_SECONDS)
+                    last = loop.time()
+                    await _send(send, reader.take())
+                elif loop.time() - last > QUIET_SECONDS:
+                    last = loop.time()
+                    await _send(send, b": quiet\n\n")
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            log.info("a browser reads nothing of its stream; it is closed")
+        finally:
+            closing.cancel()
+
+    async def _who(self, request: Request) -> PageSession | None:
+        return await self._behind.sessions.find(request.cookies.get(self._cookie, ""))
+
+    async def _must_be(self, request: Request, *, changes: bool = False) -> PageSession:
+        """Who is signed in. Refusal where nobody is, or a change comes without this session's own token."""
+        session = await self._who(request)
+        if session is None:
+            raise Refusal(
+                grpc.StatusCode.UNAUTHENTICATED, "sign in first: there is no session, or it has ended"
+            )
+        changes = changes or request.method != "GET"
+        wanted = forgery_token(request.cookies[self._cookie])
+        shown = request.headers.get("x-roundtable-token", "")
+        if changes and not _equal(shown, wanted):
+            raise IdentityError("the request does not come from this page: load it again")
+        return session
+
+
+class _Stream:
+    """An ASGI application, so that no framework gathers what is written."""
+
+    def __init__(self, stream: Callable[[Request, Send], Any]) -> None:
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        if request.method != "GET":
+            return await Response(status_code=405)(scope, receive, send)
+        try:
+            await self._stream(request, send)
+        except RoundtableError as error:
+            await (await _refused(request, error))(scope, receive, send)
+
+
+async def _begin(send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await _send(send, b"retry: 2000\n\n")
+
+
+async def _send(send: Send, data: bytes) -> None:
+    async with asyncio.timeout(WRITE_SECONDS):
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Our own errors as status and sentence."""
+    status = 400
+    if isinstance(error, Refusal):
+        status = _HTTP.get(error.code, 400)
+    elif isinstance(error, IdentityError):
+        status = 403
+    elif isinstance(error, ResourceError):
+        status = 429
+    return JSONResponse({"error": printable(error, 2000)}, status)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)
+
+
+def _call(table: dict[str, PageCall], name: str) -> PageCall:
+    if name not in table:
+        raise Refusal(grpc.StatusCode.NOT_FOUND, f"the page asks nothing called {printable(name, 40)!r}")
+    return table[name]
+
+
+def _file(name: str) -> Response:
+    """A file of the page: by its name among those there are, never by a path."""
+    path = _FILES.get(name)
+    if path is None:
+        return JSONResponse({"error": "there is no such file"}, 404)
+    return FileResponse(path, media_type=TYPES[path.suffix], headers={"cache-control": "no-cache"})
+
+
+_FILES = {path.name: path for path in sorted(STATIC.iterdir()) if path.suffix in TYPES}
+
+
+def _onwards(wanted: str) -> str:
+    """Where to go after signing in: a path of this page, nothing of another site."""
+    plain = wanted.isprintable() and wanted.isascii() and "\\" not in wanted
+    return wanted if plain and wanted.startswith("/") and not wanted.startswith("//") else "/"
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else "unknown"
+
+
+def _equal(shown: str, wanted: str) -> bool:
+    return hmac.compare_digest(shown.encode(), wanted.encode())
+
+
+def _finite(value: float) -> float | None:
+    return value if value < 1e300 else None

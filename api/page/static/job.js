@@ -1,0 +1,249 @@
+// @ts-check
+// One job: where it stands, who does what, its curves, its privacy, what has happened, and what can be done.
+import { fill, h, Table } from "/static/dom.js";
+import { Chart } from "/static/charts.js";
+import { bytes, download, duration, number, timeOfDay, when } from "/static/format.js";
+import { lines, rows } from "/static/live.js";
+import { ask, badge, eventLine, problemOf, progress, tile } from "/static/parts.js";
+import { may, read, session } from "/static/session.js";
+import { Timeline } from "/static/timeline.js";
+
+const OVER = ["finished", "cancelled", "failed"];
+
+/** @param {string} id */
+export function job(id) {
+  const topic = `job:${id}`;
+  const title = h("h1", {}, id);
+  const problem = h("div");
+  const actions = h("div", { class: "bar" });
+  const tiles = h("section", { class: "tiles", "aria-label": "Where it stands" });
+  const timeline = new Timeline();
+  const charts = h("div", { class: "charts" }, h("p", { class: "empty" }, "Looking…"));
+  const protection = h("div");
+  const contributions = h("div");
+  const settings = h("div");
+  const artifacts = h("div");
+  const events = h("ul", { class: "events long", tabindex: "0", "aria-label": "Events" });
+  const word = /** @type {HTMLInputElement} */ (h("input", { id: "event-filter", type: "search", placeholder: "kind, silo or words" }));
+  word.addEventListener("input", () => update());
+  const cohort = new Table(
+    "What each silo does in the round that runs",
+    [
+      { title: "Silo", cell: (each) => each.client },
+      { title: "State", cell: (each) => badge(each.state) },
+      { title: "Since", cell: (each) => timeOfDay(each.since) },
+      { title: "Examples", number: true, cell: (each) => (each.total ? `${each.done} / ${each.total}` : "") },
+      { title: "Loss", number: true, cell: (each) => (each.loss ? number(each.loss) : "") },
+      { title: "Step", cell: stepOf },
+      { title: "Note", cell: (each) => each.note },
+    ],
+    "No silo is asked at this moment, or the job's level of privacy keeps secret who is.",
+  );
+  const node = h(
+    "div",
+    {},
+    title,
+    problem,
+    actions,
+    tiles,
+    h("section", {}, h("h2", {}, "Timeline"), timeline.node),
+    h("section", {}, h("h2", {}, "Curves"), charts),
+    h("section", {}, h("h2", {}, "Silos at work"), cohort.node),
+    h("section", {}, h("h2", {}, "Who contributed"), contributions),
+    h("section", {}, h("h2", {}, "Privacy"), protection),
+    h("section", {}, h("h2", {}, "Events"), h("div", { class: "bar" }, h("label", { for: "event-filter" }, "Show"), word), events),
+    h("section", {}, h("h2", {}, "Models"), artifacts),
+    h("section", {}, h("h2", {}, "Configuration"), settings),
+  );
+  /** @type {any} */
+  let kept = null;
+  /** @type {Map<string, Chart>} */
+  const drawn = new Map();
+  let asking = false;
+  let newest = 0;
+
+  async function load() {
+    if (asking) return;
+    asking = true;
+    try {
+      kept = await read(`/api/job/${encodeURIComponent(id)}`);
+      newest = kept.job.rounds_done;
+      curves();
+      heat();
+      configuration();
+      models();
+    } catch (error) {
+      fill(problem, h("p", { class: "problem", role: "alert" }, error instanceof Error ? error.message : String(error)));
+    } finally {
+      asking = false;
+    }
+  }
+
+  async function guard() {
+    if (!may("Operators/ShowJobPrivacy")) return;
+    try {
+      const told = await read(`/api/read/job-privacy?job=${encodeURIComponent(id)}`);
+      fill(protection, privacyOf(told));
+    } catch (error) {
+      fill(protection, h("p", { class: "empty" }, error instanceof Error ? error.message : String(error)));
+    }
+  }
+
+  function curves() {
+    const wanted = seriesOf(kept.rounds);
+    for (const [name, chart] of drawn) if (!wanted.has(name)) { chart.close(); drawn.delete(name); }
+    if (!wanted.size) return fill(charts, h("p", { class: "empty" }, "No round has told any figures yet, or the job's level of privacy withholds them."));
+    for (const [name, series] of wanted) {
+      let chart = drawn.get(name);
+      if (!chart) {
+        chart = new Chart(name);
+        drawn.set(name, chart);
+        if (drawn.size === 1) fill(charts);
+        charts.append(chart.node);
+      }
+      chart.show(series);
+    }
+  }
+
+  function heat() {
+    const shown = kept.rounds.slice(-40);
+    const silos = [...new Set(shown.flatMap((/** @type {any} */ round) => [...round.contributors, ...Object.keys(round.failures ?? {}), ...Object.keys(round.excluded ?? {})]))].sort();
+    if (!silos.length) return fill(contributions, h("p", { class: "empty" }, "Nothing is told of single silos yet."));
+    const cell = (/** @type {any} */ round, /** @type {string} */ silo) => {
+      if (round.excluded?.[silo]) return ["late", "–", `left out: ${round.excluded[silo]}`];
+      if (round.failures?.[silo]) return ["failed", "✗", `failed: ${round.failures[silo]}`];
+      if (round.contributors.includes(silo)) return ["counted", "•", `counted${round.weights?.[silo] === undefined ? "" : `, weight ${number(round.weights[silo])}`}`];
+      return ["", "", "was not asked"];
+    };
+    fill(
+      contributions,
+      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Contributions by round" },
+        h("table", { class: "heat" }, h("caption", {}, "By silo and round: • counted, – left out by the rule, ✗ failed"),
+          h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Silo"), shown.map((/** @type {any} */ round) => h("th", { scope: "col" }, round.round)))),
+          h("tbody", {}, silos.slice(0, 60).map((silo) => h("tr", {}, h("th", { scope: "row" }, silo), shown.map((/** @type {any} */ round) => {
+            const [look, sign, why] = cell(round, silo);
+            return h("td", { class: look, title: `${silo}, round ${round.round}: ${why}` }, sign);
+          })))))),
+      silos.length > 60 ? h("p", { class: "words" }, `${silos.length - 60} more silos are not shown.`) : null,
+    );
+  }
+
+  function configuration() {
+    fill(settings, h("details", {}, h("summary", {}, "All settings; those that are as by default are greyed"),
+      h("table", { class: "settings" }, h("caption", {}, "Settings of the job"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Key"), h("th", { scope: "col" }, "Value"))),
+        h("tbody", {}, kept.settings.map((/** @type {any} */ each) => h("tr", { class: each.default && "default" }, h("th", { scope: "row" }, each.key), h("td", {}, each.value)))))));
+  }
+
+  function models() {
+    const line = (/** @type {string} */ name, /** @type {any} */ artifact) => artifact?.digest && h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, h("code", {}, artifact.digest)), h("td", {}, bytes(artifact.size)));
+    fill(artifacts, h("table", {}, h("caption", {}, "Models of the job, by digest"), h("thead", {}, h("tr", {}, ["Model", "Digest", "Size"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, line("began with", kept.initial_model), line("newest", kept.job.model))),
+      h("p", {}, "Download it with ", h("code", {}, `roundtable job model ${kept.job.id}`), "; where it comes from: ", h("code", {}, `roundtable job provenance ${kept.job.id}`), "."),
+      h("button", { type: "button", onclick: () => download(`${kept.job.name}-rounds.csv`, tableOf(kept.rounds)) }, "Rounds as CSV"));
+  }
+
+  function update() {
+    const told = rows(topic, "job")[""] ?? kept?.job;
+    const detail = rows(topic, "detail")[""] ?? kept ?? {};
+    fill(problem, problemOf(topic));
+    if (told) {
+      fill(title, told.name, " ", badge(told.status));
+      fill(tiles,
+        tile("Rounds", progress(told.rounds_done, told.rounds)),
+        tile("Now", detail.phase ? `${detail.phase}, round ${detail.round}${detail.attempt > 1 ? `.${detail.attempt}` : ""}` : "–", detail.waiting_for || told.reason),
+        tile("Deadline", detail.deadline ? timeOfDay(detail.deadline) : "–", detail.deadline ? `in ${duration(detail.deadline - Date.now() / 1000)}` : "none"),
+        tile("Submitted", when(told.submitted), `by ${told.submitter}`),
+      );
+      buttons(told);
+      if (told.rounds_done !== newest && kept) load();
+    }
+    const clients = rows(topic, "clients");
+    cohort.show(Object.entries(clients).sort(([one], [other]) => one.localeCompare(other)));
+    timeline.show(lines(topic), clients);
+    const asked = word.value.toLowerCase();
+    const found = lines(topic).filter((event) => !asked || `${event.kind} ${event.client} ${event.message}`.toLowerCase().includes(asked));
+    fill(events, found.length ? found.slice(-200).reverse().map((event) => eventLine(event)) : h("li", { class: "empty" }, "Nothing fits."));
+  }
+
+  let buttonsFor = "";
+  /** @param {any} told */
+  function buttons(told) {
+    const form = `${told.status}/${told.own}`;
+    if (form === buttonsFor) return;
+    buttonsFor = form;
+    const own = session.role !== "data-scientist" || told.own;
+    const button = (/** @type {string} */ call, /** @type {string} */ name, /** @type {string} */ label, /** @type {string} */ text) =>
+      may(call) && own && h("button", { type: "button", onclick: () => ask(`${label} ${told.name}?`, text, label, name, { job: told.id }) }, label);
+    const over = OVER.includes(told.status);
+    fill(actions,
+      !over && told.status !== "paused" && button("Operators/PauseJob", "pause", "Pause", "The round that runs comes to its end or is given up; nothing that was committed is lost."),
+      told.status === "paused" && button("Operators/ResumeJob", "resume", "Resume", "The job takes its place in the queue and goes on from its newest model."),
+      !over && button("Operators/CancelJob", "cancel", "Cancel", "The job ends for good with the model that it has."),
+      over && button("Operators/DeleteJob", "delete", "Delete", "Its models, updates, rounds and events go for good. What it has spent of privacy, and the audit log, stay."),
+    );
+  }
+
+  load();
+  guard();
+  return { title: "Job", node, topics: [topic], update, close: () => drawn.forEach((chart) => chart.close()) };
+}
+
+/** @param {any} each */
+function stepOf(each) {
+  const figures = each.figures;
+  if (!figures?.steps) return "";
+  const parts = [`${figures.step} / ${figures.steps}`];
+  if (figures.flops_utilisation !== undefined) parts.push(`MFU ${(100 * figures.flops_utilisation).toFixed(0)} %`);
+  if (figures.communication_seconds !== undefined && figures.seconds) parts.push(`communication ${Math.round((100 * figures.communication_seconds) / figures.seconds)} %`);
+  if (figures.waiting_seconds !== undefined && figures.seconds) parts.push(`waiting ${Math.round((100 * figures.waiting_seconds) / figures.seconds)} %`);
+  if (figures.memory_bytes !== undefined) parts.push(bytes(figures.memory_bytes));
+  return parts.join(", ");
+}
+
+/** Series of each metric, with the spread over silos where it is told. @param {any[]} rounds */
+export function seriesOf(rounds) {
+  /** @type {Map<string, import("/static/charts.js").Series[]>} */
+  const found = new Map();
+  const put = (/** @type {string} */ chart, /** @type {string} */ label, /** @type {number} */ round, /** @type {number} */ value) => {
+    const series = found.get(chart) ?? [];
+    found.set(chart, series);
+    let one = series.find((each) => each.label === label);
+    if (!one) series.push((one = { label, points: [] }));
+    one.points.push([round, value]);
+    return one;
+  };
+  for (const round of rounds) {
+    for (const [name, value] of Object.entries(round.evaluation)) {
+      const one = put(name, "evaluation", round.round, /** @type {number} */ (value));
+      const silos = Object.values(round.clients ?? {}).map((/** @type {any} */ each) => each[name]).filter((each) => each !== undefined);
+      if (silos.length > 1) {
+        one.low ??= new Map();
+        one.high ??= new Map();
+        one.low.set(round.round, Math.min(...silos));
+        one.high.set(round.round, Math.max(...silos));
+      }
+    }
+    for (const [name, value] of Object.entries(round.training)) put(name, "training", round.round, /** @type {number} */ (value));
+    for (const [name, value] of Object.entries(round.before)) put(name, "before the round", round.round, /** @type {number} */ (value));
+    if (round.epsilon !== null && round.epsilon !== undefined) put("ε spent", "epsilon", round.round, round.epsilon);
+  }
+  return found;
+}
+
+/** @param {any[]} rounds */
+function tableOf(rounds) {
+  const names = [...new Set(rounds.flatMap((round) => [...Object.keys(round.evaluation), ...Object.keys(round.training).map((name) => `training ${name}`)]))];
+  const value = (/** @type {any} */ round, /** @type {string} */ name) => (name.startsWith("training ") ? round.training[name.slice(9)] : round.evaluation[name]);
+  return [["round", "attempt", "started", "ended", "cohort", "contributors", ...names], ...rounds.map((round) => [round.round, round.attempt, round.started, round.ended, round.cohort, round.contributors.length, ...names.map((name) => value(round, name))])];
+}
+
+/** @param {any} told */
+export function privacyOf(told) {
+  const parts = told.protections.map((/** @type {any} */ each) => h("tr", {}, h("th", { scope: "row" }, each.party), h("td", {}, each.holds ? "✓ protected" : "✗ not protected"), h("td", {}, each.assumption)));
+  return [
+    h("p", {}, h("strong", {}, `Level ${told.level}. `), told.hides, " ", told.statement),
+    told.epsilon === undefined ? null : h("p", {}, `Spent so far by all jobs on ${told.population}: ε ${number(told.epsilon)}; at this job's end ε ${number(told.forecast)}`, told.budget === undefined ? "." : `, of a budget of ${number(told.budget)}.`, told.budget === undefined ? null : h("meter", { min: 0, max: told.budget, value: told.epsilon, "aria-label": `epsilon ${number(told.epsilon)} of ${number(told.budget)}` })),
+    told.people ? h("p", {}, told.people) : null,
+    h("table", {}, h("caption", {}, "Who is protected against whom"), h("thead", {}, h("tr", {}, ["Against", "Verdict", "What that rests on, or what the party sees"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, parts)),
+  ];
+}
+

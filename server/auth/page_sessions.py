@@ -1,0 +1,163 @@
+"""Sessions of the coordinator's page: a browser's secret in the place of a token.
+
+Threat model. The secret is 256 random bits in a cookie that scripts cannot read; the database holds its
+SHA-256 alone, so who reads the database, or a backup of it, cannot sign in. A session is good for what its
+token was good for and no longer: each request looks again whether the token still holds, so that
+`roundtable token revoke` ends it, and it ends by itself with the token, after `longest`, and after `idle`
+without use. It survives a restart of the coordinator and a failover. The secret also keys the token against
+forged requests (`forgery_token`): another site can make a browser send the cookie at most where the browser
+ignores SameSite, and can never read that token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast, get_args
+
+from pydantic import Field, field_validator, model_validator
+from sqlalchemy.engine import Connection
+
+from roundtable.core.toml_tables import Seconds, Table
+from roundtable.server.auth.permissions import CALLERS, Caller
+from roundtable.server.auth.principals import Principal, Source
+from roundtable.server.store import Database
+from roundtable.server.store import trust_rows as trust
+from roundtable.server.store.page_session_rows import (
+    PageSessionRow,
+    add_session,
+    end_session,
+    session,
+    sessions_of,
+    use_session,
+)
+
+NOTED_SECONDS = 60.0
+MOST_SESSIONS = 20
+"""Of one party; one more ends the oldest."""
+_FORGERY = b"roundtable page: token against forged requests"
+
+
+class DashboardTable(Table):
+    """`[dashboard]`: the page for people, in a browser."""
+
+    listen: str = Field(
+        "", description="address and port of the page, for example 0.0.0.0:7445; empty: there is none"
+    )
+    tls: bool = Field(
+        True,
+        description="HTTPS; false only behind a proxy that speaks it, at an address of this machine itself",
+    )
+    certificate: str = Field(
+        "", description="PEM of the page's certificate with its chain; default: the coordinator's own"
+    )
+    key: str = Field("", description="PEM of that certificate's key")
+    hosts: list[str] = Field(
+        default_factory=list,
+        description="names under which browsers reach the page, besides those in its certificate",
+    )
+    idle: Seconds = Field(
+        28800.0, ge=60, le=604800, description="after so long without use one has to sign in again"
+    )
+    longest: Seconds = Field(
+        604800.0, ge=60, le=2592000, description="after so long one has to sign in again in any case"
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value and not (host and port.isdigit() and int(port) <= 65535):
+            raise ValueError(f"{value!r} is not host:port, for example 0.0.0.0:7445")
+        return value
+
+    @model_validator(mode="after")
+    def _sound(self) -> DashboardTable:
+        host = self.listen.rpartition(":")[0].strip("[]")
+        if self.listen and not self.tls and host not in ("127.0.0.1", "::1", "localhost"):
+            raise ValueError(
+                f"without tls the page may listen on this machine itself alone, not on {self.listen!r}: "
+                "listen on 127.0.0.1 and let a proxy speak HTTPS"
+            )
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("certificate and key go together: give both, or neither")
+        return self
+
+    def below(self, folder: Path) -> DashboardTable:
+        """The same with its files' paths below this folder."""
+        files = {"certificate": self.certificate, "key": self.key}
+        return self.model_copy(update={name: str(folder / file) for name, file in files.items() if file})
+
+
+@dataclass(frozen=True)
+class PageSession:
+    """Somebody who has signed in, and the digest by which the session is known."""
+
+    who: Principal
+    digest: str
+
+
+class PageSessions:
+    """Sessions as the database keeps them."""
+
+    def __init__(self, database: Database, clock: Callable[[], float], table: DashboardTable) -> None:
+        self._database = database
+        self._clock = clock
+        self._idle = table.idle
+        self._longest = table.longest
+
+    async def begin(self, who: Principal, credential: str) -> str:
+        """Signs somebody in; the secret for the browser, which is kept nowhere else."""
+        secret, now = secrets.token_urlsafe(32), self._clock()
+        expires = min(who.expires, now + self._longest)
+        row = PageSessionRow(_digest(secret), who.role, who.name, who.source, credential, now, now, expires)
+
+        def work(connection: Connection) -> None:
+            for old in sessions_of(connection, who.role, who.name)[: -(MOST_SESSIONS - 1) or None]:
+                end_session(connection, old.digest)
+            add_session(connection, row)
+
+        await self._database.write(work)
+        return secret
+
+    async def find(self, secret: str) -> PageSession | None:
+        """Whose session it is; None where there is none, or it is over, or its token holds no more."""
+        if not secret:
+            return None
+        digest, now = _digest(secret), self._clock()
+
+        def work(connection: Connection) -> tuple[PageSessionRow | None, trust.TokenRow | None]:
+            row = session(connection, digest)
+            return row, trust.token(connection, row.credential) if row and row.source == "token" else None
+
+        row, token = await self._database.read(work)
+        if row is None or not self._holds(row, token, now):
+            return None
+        if now - row.used > NOTED_SECONDS:
+            await self._database.write(lambda connection: use_session(connection, digest, now))
+        role, source = cast(Caller, row.role), cast(Source, row.source)
+        return PageSession(Principal(row.name, role, source, row.expires), digest)
+
+    async def end(self, secret: str) -> None:
+        """Signs out."""
+        await self._database.write(lambda connection: end_session(connection, _digest(secret)))
+
+    def _holds(self, row: PageSessionRow, token: trust.TokenRow | None, now: float) -> bool:
+        if row.role not in CALLERS or row.source not in get_args(Source):
+            return False
+        if row.source == "token" and (token is None or token.revoked or token.expires <= now):
+            return False
+        return now < row.expires and now - row.used <= self._idle
+
+
+def forgery_token(secret: str) -> str:
+    """What a request that changes something must bring besides the cookie, of the same session."""
+    return hmac.new(secret.encode(), _FORGERY, hashlib.sha256).hexdigest()
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()

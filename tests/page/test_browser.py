@@ -1,0 +1,160 @@
+"""The page in a real browser, before a real coordinator with agents: what people see and what they click."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from page_world import PageWorld, page_world
+from playwright.async_api import Page, async_playwright, expect
+from scripted_agent import ScriptedAgent
+from service import Operator
+
+from roundtable.server import ServerConfig
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+PATIENCE = 60_000.0
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+pytestmark = [
+    pytest.mark.skipif(BROWSER is None, reason="no browser here: install chromium"),
+    pytest.mark.timeout(600),
+]
+
+
+@asynccontextmanager
+async def opened(world: PageWorld, token: str, path: str = "/", **device: Any) -> AsyncIterator[Page]:
+    """The page after signing in. Any error of the browser, and any request elsewhere, fails the test."""
+    wrong: list[str] = []
+    origin = f"https://localhost:{world.dashboard.port}"
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        context = await browser.new_context(ignore_https_errors=True, **device)
+        context.set_default_timeout(PATIENCE)
+        page = await context.new_page()
+        page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+        page.on("dialog", lambda dialog: wrong.append(f"a script has run: {dialog.message}"))
+        page.on("request", lambda sent: wrong.append(sent.url) if not sent.url.startswith(origin) else None)
+        await page.goto(f"{origin}{path}")
+        await page.get_by_label("Token").fill(token)
+        await page.get_by_role("button", name="Sign in").click()
+        await page.get_by_role("status").filter(has_text="live").first.wait_for()
+        yield page
+        await browser.close()
+    # The answer to a session that is over is an error in the console, and meant to be.
+    assert [text for text in wrong if "401" not in text and "ERR_" not in text and "blob:" not in text] == []
+
+
+async def _accessible(page: Page) -> None:
+    """Nothing that axe knows to be out of reach of a keyboard or a screen reader."""
+    axe = (files("axe_playwright_python") / "axe.min.js").read_text()
+    session = await page.context.new_cdp_session(page)
+    # By the debugger, which the content security policy does not bind.
+    await session.send("Runtime.evaluate", {"expression": axe})
+    run = (
+        "axe.run().then(found => JSON.stringify(found.violations.map(v => [v.id, v.nodes.map(n => n.html)])))"
+    )
+    found = await session.send("Runtime.evaluate", {"expression": run, "awaitPromise": True})
+    assert found["result"]["value"] == "[]"
+
+
+async def test_a_job_is_followed_paused_and_resumed_in_the_browser(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    async with (
+        page_world(settings()) as world,
+        Operator(world.coordinator.port, certificates / "olga") as operator,
+        opened(world, world.tokens["operator"]) as page,
+    ):
+        job = await operator.submit("[cohort]\nsize = 2\nminimum = 2", rounds=3)
+        # The overview shows it without being loaded again.
+        await page.get_by_role("link", name=job.name, exact=True).first.click()
+        await page.get_by_role("heading", level=1, name=job.name).wait_for()
+        await page.get_by_role("button", name="Pause").click()
+        await page.locator("dialog").get_by_role("button", name="Pause").click()
+        await page.get_by_role("button", name="Resume").wait_for()
+        assert (await operator.job(job.id)).job.status == "paused"
+        await page.get_by_role("button", name="Resume").click()
+        await page.locator("dialog").get_by_role("button", name="Resume").click()
+        async with (
+            ScriptedAgent(world.coordinator.port, certificates / "alder", ward=HOSTILE) as alder,
+            ScriptedAgent(world.coordinator.port, certificates / "birch") as birch,
+        ):
+            work = [
+                asyncio.create_task(agent.take_part(torch.full((4,), float(number))))
+                for number, agent in enumerate((alder, birch), 1)
+            ]
+            await page.get_by_role("heading", level=1, name=f"{job.name} ✓ finished").wait_for()
+            for task in work:
+                task.cancel()
+        await page.locator("figure.chart").first.wait_for()
+        await page.get_by_text("round 3 is committed").first.wait_for()
+        await expect(page.locator(".heat td.counted")).to_have_count(6)
+        await _accessible(page)
+        await page.get_by_role("navigation").get_by_role("link", name="Silos").click()
+        # What a silo says of itself is shown as it wrote it.
+        await page.get_by_role("cell", name=f"ward={HOSTILE}").wait_for()
+        await _accessible(page)
+
+
+async def test_every_page_of_a_viewer_on_a_small_screen_and_after_a_restart(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    config = settings()
+    small = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}
+    async with (
+        page_world(config) as world,
+        Operator(world.coordinator.port, certificates / "olga") as operator,
+    ):
+        first = await operator.submit("", request="one")
+        await operator.submit("[cohort]\nsize = 1", request="two")
+        async with opened(world, world.tokens["viewer"], "/jobs", **small) as page:
+            await page.get_by_role("link", name=first.name, exact=True).first.wait_for()
+            for name in ("Overview", "Jobs", "Silos", "Privacy", "Compare", "Audit"):
+                await page.get_by_role("navigation").get_by_role("link", name=name).click()
+                await page.get_by_role("heading", level=1).wait_for()
+                spare = "document.documentElement.clientWidth - document.documentElement.scrollWidth"
+                assert await page.evaluate(spare) >= 0, name
+                await _accessible(page)
+            await page.get_by_text("Only operators and administrators").wait_for()
+            await page.get_by_role("navigation").get_by_role("link", name="Compare").click()
+            await expect(page.get_by_role("checkbox")).to_have_count(2)
+            for box in await page.get_by_role("checkbox").all():
+                await box.check()
+            await page.get_by_role("rowheader", name="cohort.size").wait_for()
+            await page.get_by_role("navigation").get_by_role("link", name="Jobs").click()
+            await page.get_by_role("link", name=first.name, exact=True).first.click()
+            await page.get_by_role("heading", level=1, name=first.name).wait_for()
+            assert await page.get_by_role("button", name="Cancel").count() == 0
+            await page.get_by_role("button", name="Sign out").click()
+            await page.get_by_label("Token").wait_for()
+
+
+async def test_an_open_page_goes_on_after_a_restart_and_ends_with_its_token(
+    settings: Callable[..., ServerConfig],
+) -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = settings(listen=f"127.0.0.1:{port}")
+    async with page_world(config) as world:
+        opening = opened(world, world.tokens["operator"])
+        page = await opening.__aenter__()
+    await page.get_by_role("status").filter(has_text="does not answer").first.wait_for()
+    async with page_world(config) as world:
+        await page.get_by_role("status").filter(has_text="live").first.wait_for()
+        admin = world.browser()
+        await admin.sign_in(world.tokens["admin"])
+        assert (await admin.change("revoke-token", name="t-operator")).status == 200
+        await page.get_by_text("Your session has ended").wait_for()
+        await opening.__aexit__(None, None, None)
