@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from roundtable.core.seeds import derive_seed, torch_generator
 
 # Above this an epoch's shuffled copy would cost more memory than gathering each batch costs time.
 _COPY_LIMIT_BYTES = 256 << 20
+T = TypeVar("T")
 
 
 class Batch(NamedTuple):
@@ -183,6 +184,14 @@ def ordered_batches(dataset: Any, batch_size: int, device: torch.device | None =
         if sampler is not None:
             order = sampled_order(sampler, rows, torch.Generator())
         yield from _epoch(dataset, order, 1, batch_size, device)
+
+
+def asking(batches: Iterable[T], before: Callable[[], None] | None) -> Iterator[T]:
+    """The same batches; `before` is called once each is there, before it is given, and may raise."""
+    for batch in batches:
+        if before is not None:
+            before()
+        yield batch
 
 
 def batches_of(examples: int, batch_size: int, *, drop_last: bool = False) -> int:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.training.arrays import arrays_of
-from roundtable.client.training.batches import ordered_batches
+from roundtable.client.training.batches import asking, ordered_batches
 from roundtable.client.training.local_training import local_of, module_of
+from roundtable.client.training.local_work import BeforeBatch
 from roundtable.client.training.metrics import Counts, Metrics, add, checked
 from roundtable.client.training.module_state import borrowed, isolated_randomness, seed_all
 from roundtable.core.algorithms.round_context import Context
@@ -40,11 +41,12 @@ def evaluate(
     prepare: Prepare | None = None,
     context: Context | None = None,
     batches: int | None = None,
+    before_batch: BeforeBatch | None = None,
 ) -> Metrics:
     """Named (sum, count) of the model `vector` over the client's test data, "loss" among them.
 
     No gradients, evaluation mode. Empty where there is no test data. For an ArrayTask it is what
-    the task's own `evaluate` says. `batches`: over the first so many of them.
+    the task's own `evaluate` says. `batches`: over the first so many of them. `before_batch` may raise.
     """
     with evaluation(
         task,
@@ -57,6 +59,7 @@ def evaluate(
         prepare=prepare,
         context=context,
         batches=batches,
+        before_batch=before_batch,
     ) as measure:
         return measure(data)
 
@@ -74,6 +77,7 @@ def evaluation(
     prepare: Prepare | None = None,
     context: Context | None = None,
     batches: int | None = None,
+    before_batch: BeforeBatch | None = None,
 ) -> Iterator[Callable[[Any], Metrics]]:
     """`evaluate` for one data set after the other: the model is put in place once for all of them, and each
     begins with the same seed. A task must not change the model meanwhile; `prepare` may, once, before: an
@@ -96,7 +100,7 @@ def evaluation(
             seed_all(seed, device)
             sums: Metrics = {}
             counts = Counts(task)
-            for batch in islice(ordered_batches(data, batch_size, device), batches):
+            for batch in asking(islice(ordered_batches(data, batch_size, device), batches), before_batch):
                 loss = told_task.loss(module, batch.data)
                 add(sums, {"loss": (float(loss) * batch.size, batch.size)})
                 if (own := getattr(told_task, "metrics", None)) is not None:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from roundtable.client.training.algorithm_round import AlgorithmRound, trained_slices
 from roundtable.client.training.arrays import arrays_of, fit_result, state_of
-from roundtable.client.training.batches import ordered_batches
+from roundtable.client.training.batches import asking, ordered_batches
 from roundtable.client.training.corrections import make_correction
-from roundtable.client.training.local_work import Execution, LocalUpdate, LocalWork
+from roundtable.client.training.local_work import BeforeBatch, Execution, LocalUpdate, LocalWork
 from roundtable.client.training.micro_batches import CannotSplit
 from roundtable.client.training.module_state import borrowed, isolated_randomness, outside
 from roundtable.client.training.optimizer_state import restore_state, state_tensors
@@ -64,8 +64,8 @@ def train(
 
     Raises NoExamples for an empty data set, InvalidUpdate for a loss or weights that are not
     finite, LayoutError for a model that is not the layout's, PrivacyError for a protection that is
-    asked of the silo and not there, CannotSplit where parts of batches would train another model, and
-    whatever the task raises.
+    asked of the silo and not there, CannotSplit where parts of batches would train another model, Stopped
+    where `execution.before_batch` does, and whatever the task raises.
     """
     # An ArrayTask's data are its own affair: it takes them whole.
     context = work.context(None if isinstance(task, ArrayTask) else data, torch.device(execution.device))
@@ -103,7 +103,9 @@ def _train_module(
     with borrowed(module, layout, vector, work.local):
         start = vector if _is_plain(layout) else layout.flatten(module, torch.empty_like(vector))
         parameters = [p for p in module.parameters() if p.requires_grad]
-        measure = partial(_measure, task, module, data, layout, job.algorithm.batch_size, device)
+        measure = partial(
+            _measure, task, module, data, layout, job.algorithm.batch_size, device, execution.before_batch
+        )
         trained = trained_slices(module, layout)
         rules = AlgorithmRound(work, context, trained, measure)
         batches = RoundBatches(data, work, device)
@@ -115,12 +117,20 @@ def _train_module(
         module.train()
         if execution.protection is not None and by_example:
             loop.steps = fit_privately(
-                task, module, loop.optimizer, data, job, correct, device, execution.protection
+                task,
+                module,
+                loop.optimizer,
+                data,
+                job,
+                correct,
+                device,
+                execution.protection,
+                before_batch=execution.before_batch,
             )
         else:
             # A loss on its way is as exact as one that arrives.
             progress = execution.progress if isinstance(job.privacy, NoPrivacy) else None
-            loop.fit(iter(batches), correct, watched(progress, work, data))
+            loop.fit(asking(batches, execution.before_batch), correct, watched(progress, work, data))
         row = torch.empty(work.layout.sent.size) if execution.out is None else execution.out
         delta = row[: layout.size]
         layout.flatten(module, delta).sub_(start)
@@ -137,7 +147,13 @@ def _train_module(
 
 
 def _measure(
-    task: Task, module: nn.Module, data: Any, layout: Layout, batch_size: int, device: torch.device
+    task: Task,
+    module: nn.Module,
+    data: Any,
+    layout: Layout,
+    batch_size: int,
+    device: torch.device,
+    before_batch: BeforeBatch | None,
 ) -> tuple[float, Tensor]:
     """Mean loss and its gradient [d] over all of the data, at the module's weights."""
     loss_sum, seen = 0.0, 0
@@ -146,7 +162,7 @@ def _measure(
     trained = [name for name, parameter in named.items() if parameter.requires_grad]
     # Not the layout's views: of another type than float32 those are copies.
     places = {spec.name: total[spec.offset : spec.offset + spec.size] for spec in layout.averaged}
-    for batch in ordered_batches(data, batch_size, device):
+    for batch in asking(ordered_batches(data, batch_size, device), before_batch):
         loss = task.loss(module, batch.data)
         gradients = torch.autograd.grad(loss, [named[name] for name in trained], allow_unused=True)
         for name, gradient in zip(trained, gradients, strict=True):

@@ -20,6 +20,11 @@ from roundtable.core.config import JobConfig
 from roundtable.core.layout import Layout
 
 Progress = Callable[[int, int, float], None]
+BeforeBatch = Callable[[], None]
+
+
+class Stopped(BaseException):
+    """Raised where work is withdrawn; a BaseException, so that no task catches it."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Execution:
     `progress` is called with (examples seen, examples to see, recent loss). `out`, if given, receives the
     update: float32 on CPU of shape [layout.sent.size]. `protection` serves where the silo itself makes the
     update private. With `micro_batch`, no more than so many examples are in memory at once: the same batches,
-    their gradients added up from parts.
+    their gradients added up from parts. `before_batch` is called before each batch and may raise `Stopped`.
     """
 
     device: str | torch.device = "cpu"
@@ -85,6 +90,7 @@ class Execution:
     out: Tensor | None = None
     protection: Protection | None = None
     micro_batch: int | None = None
+    before_batch: BeforeBatch | None = None
 
 
 @dataclass(frozen=True)

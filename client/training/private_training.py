@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from roundtable.client.training.batches import as_tensors, count_examples
+from roundtable.client.training.batches import as_tensors, asking, count_examples
 from roundtable.client.training.loaders import base_of, collate_of, drops_last, own_sampler
 from roundtable.client.training.sgd import RoundSchedule
 from roundtable.client.training.silo_account import Protection
@@ -45,11 +45,13 @@ def fit_privately(
     group: dist.ProcessGroup | None = None,
     physical_batch: int = 256,
     watch: Callable[[int, int], None] | None = None,
+    before_batch: Callable[[], None] | None = None,
 ) -> int:
     """One round of DP-SGD, paid for before its first step; gives the number of steps.
 
     `correct` changes the noisy gradients: a proximal term depends on no example. `watch` is called with
-    (steps taken, steps in all) and may raise. In a `group` all processes have the whole data set and call
+    (steps taken, steps in all) and may raise, as may `before_batch`: the round stays paid for, since whoever
+    stops it learns how long its steps took. In a `group` all processes have the whole data set and call
     this together: each samples from examples of its own, so that a batch is drawn as by one process.
     Raises PrivacyError for a model, a loss or data that cannot be made private, BudgetExceeded for
     what the silo's account does not hold.
@@ -83,7 +85,7 @@ def fit_privately(
         protection.mode = training.mode
         protection.pay(config, training.charge(steps))
         schedule = RoundSchedule(optimizer, job.algorithm, steps)
-        for taken, indices in enumerate(training.batches(steps), 1):
+        for taken, indices in enumerate(asking(training.batches(steps), before_batch), 1):
             schedule.before(taken)
             training.step(indices, correct)
             if watch is not None:

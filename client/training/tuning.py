@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundtable.client.training.batches import count_examples, ordering_of, training_batches
-from roundtable.client.training.local_work import LocalWork
+from roundtable.client.training.batches import asking, count_examples, ordering_of, training_batches
+from roundtable.client.training.local_work import BeforeBatch, LocalWork
 from roundtable.client.training.sgd import SGD
 from roundtable.core.errors import TaskError
 from roundtable.core.seeds import torch_generator
@@ -18,7 +18,11 @@ from roundtable.core.task import AnyTask, in_context
 
 
 def tuner(
-    task: AnyTask, data: Any, work: LocalWork, device: torch.device
+    task: AnyTask,
+    data: Any,
+    work: LocalWork,
+    device: torch.device,
+    before_batch: BeforeBatch | None = None,
 ) -> Callable[[nn.Module, int, float], None]:
     """`ClientRound.tune`: steps of plain SGD with the job's batch size, in an order of its own each round.
 
@@ -39,7 +43,7 @@ def tuner(
         parameters = [p for p in module.parameters() if p.requires_grad]
         optimizer = SGD(parameters, rate, 0.0, 0.0)
         module.train()
-        for batch in training_batches(data, **order, device=device):
+        for batch in asking(training_batches(data, **order, device=device), before_batch):
             optimizer.zero_grad()
             told.loss(module, batch.data).backward()
             optimizer.step()

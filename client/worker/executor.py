@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from roundtable.client.trainer import TrainedUpdate, write_remembering
 from roundtable.client.training.algorithm_round import preparation
 from roundtable.client.training.evaluation import evaluate
 from roundtable.client.training.local_training import check_evaluation, split_data, train
-from roundtable.client.training.local_work import Execution, LocalWork
+from roundtable.client.training.local_work import BeforeBatch, Execution, LocalWork, Progress
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.module_state import borrowed
 from roundtable.client.training.silo_account import Protection, payment
@@ -41,7 +41,6 @@ from roundtable.core.task import AnyTask, Site, initial_state, load_task
 
 log = logging.getLogger("roundtable.worker")
 
-Progress = Callable[[int, int, float], None]
 _WEIGHTS = (
     ", and the same pretrained weights: what is frozen does not travel ([model] travel), and has to be the "
     "same at every silo"
@@ -92,8 +91,14 @@ class Executor:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
 
-    def train(self, order: Order, progress: Progress) -> TrainedUpdate:
-        """Trains, writes the encoded update to `order.output`, and saves tensors that stay at the silo."""
+    def train(
+        self, order: Order, progress: Progress, before_batch: BeforeBatch | None = None
+    ) -> TrainedUpdate:
+        """Trains, writes the encoded update to `order.output`, and saves tensors that stay at the silo.
+
+        `before_batch` is called before each batch, and may raise Stopped: nothing is written then, and what
+        was paid for stays paid.
+        """
         warm, start = self._prepare(order)
         data, _ = self._data_of(order.task, warm)
         local = self._kept(order, warm)
@@ -118,6 +123,7 @@ class Executor:
                 out=warm.out,
                 protection=protection,
                 micro_batch=part_of_batch(warm.config, order.halvings) if order.halvings else None,
+                before_batch=before_batch,
             ),
         )
         warm.mode = protection.mode
@@ -144,8 +150,11 @@ class Executor:
         step = (order.job, order.round, order.attempt)
         return Protection(payment(folder, *step, settings.epsilon, settings.delta), mode=mode)
 
-    def evaluate(self, order: Order, progress: Progress) -> Metrics:
-        """Evaluates the model, with the silo's own tensors in it, on the silo's test data."""
+    def evaluate(self, order: Order, before_batch: BeforeBatch | None = None) -> Metrics:
+        """Evaluates the model, with the silo's own tensors in it, on the silo's test data.
+
+        `before_batch` is called before each batch, and may raise Stopped.
+        """
         warm, start = self._prepare(order)
         check_evaluation(warm.config)
         training, data = self._data_of(order.task, warm)
@@ -159,9 +168,12 @@ class Executor:
             start.vector,
             device=self.device,
             local=work.local,
-            prepare=preparation(work, self.device, tuner(warm.task, training, work, self.device)),
+            prepare=preparation(
+                work, self.device, tuner(warm.task, training, work, self.device, before_batch)
+            ),
             context=work.evaluation_context(self.device),
             batch_size=part_of_batch(warm.config, order.halvings, evaluation=True),
+            before_batch=before_batch,
         )
 
     def personal(self, order: Order) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from roundtable.client.failures import diagnose
+from roundtable.client.training.local_work import Stopped
 from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.rehearsal import ACTS, rehearse
 from roundtable.client.worker.worker_order import Order
@@ -33,10 +34,6 @@ _FATAL = ("out_of_memory", "gpu_error")
 
 
 _SAYING = threading.Lock()
-
-
-class Stopped(BaseException):
-    """Raised where an order is withdrawn; a BaseException, so that no task catches it."""
 
 
 class _Commands:
@@ -84,12 +81,14 @@ def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, ans
 
     def progress(done: int, total: int, loss: float) -> None:
         nonlocal reported
-        if commands.withdrawn == command["number"]:
-            raise Stopped
         now = time.monotonic()
         if now - reported >= _PROGRESS_SECONDS:
             reported = now
             _say(answers, {"progress": [done, total, loss if math.isfinite(loss) else None]})
+
+    def before_batch() -> None:
+        if commands.withdrawn == command["number"]:
+            raise Stopped
 
     def begins(act: int) -> None:
         _say(answers, {"progress": [act, len(ACTS), None]})
@@ -98,8 +97,8 @@ def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, ans
         if command["do"] == "rehearse":
             return {"rehearsed": asdict(rehearse(executor.settings, order, executor.device, begins))}
         if command["do"] == "train":
-            return {"trained": asdict(executor.train(order, progress))}
-        return {"evaluated": executor.evaluate(order, progress)}
+            return {"trained": asdict(executor.train(order, progress, before_batch))}
+        return {"evaluated": executor.evaluate(order, before_batch)}
 
     try:
         result = _attempt(answers, work)

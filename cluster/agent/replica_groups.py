@@ -98,6 +98,17 @@ class ReplicaGroups:
             await self._take(await self._event(300.0))
         assert one.line is not None
         _write(one.line, command)
+        try:
+            return await self._answer_of(one, command)
+        except asyncio.CancelledError:
+            _write(one.line, {"do": "stop", "number": command["number"]})
+            try:
+                await asyncio.shield(asyncio.wait_for(self._answer_of(one, command), _STOP_SECONDS))
+            except (TimeoutError, AllLost, WorkFailed):
+                await self.end()
+            raise
+
+    async def _answer_of(self, one: _Replica, command: dict[str, Any]) -> dict[str, Any]:
         while True:
             event = await self._event(2 * self._timeout + 300.0)
             message = event.message

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from roundtable.client.worker.worker import Stopped
+from roundtable.client.training.local_work import Stopped
 from roundtable.cluster.parallel.shards import local_of, plain_name
 from roundtable.cluster.parallel.text_collectives import broadcast_text
 from roundtable.cluster.stepping.local_parameters import whole_of

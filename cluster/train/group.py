@@ -179,7 +179,8 @@ class GroupExecutor:
     ) -> TrainedUpdate:
         """Trains by DP-SGD, without checkpoints: a broken round begins anew, with new samples and noise."""
         round_charge = self._round_charge(order)
-        fit_examples_privately(trainer, self._data[0], order.round, round_charge, watch, wishes)
+        control = self._group.control
+        fit_examples_privately(trainer, self._data[0], order.round, round_charge, watch, wishes, control)
         self._end(trainer, checkpoints, order, Position.end_of(order.round, digest, 0))
         return self._deliver_privately(trainer, order, start, round_charge)
 
@@ -213,9 +214,8 @@ class GroupExecutor:
         """The charge against the silo's account, the same as of a silo with one device."""
         settings, folder = self._group.settings, Path(self._group.settings.jobs).parent / "privacy"
         limit = (settings.epsilon, settings.delta)
-        return RoundCharge(
-            affordable(folder, *limit), payment(folder, order.job, order.round, order.attempt, *limit)
-        )
+        pay = payment(folder, order.job, order.round, order.attempt, *limit)
+        return RoundCharge(affordable(folder, *limit), pay)
 
     def _deliver_privately(
         self,
@@ -233,7 +233,7 @@ class GroupExecutor:
         return TrainedUpdate(digest=digest, size=size, examples=1, metrics={})
 
     def evaluate(self, order: Order, beat: Callable[[], None] = lambda: None) -> Metrics:
-        """Evaluates the order's model on the silo's test data; `beat` is called now and then."""
+        """Evaluates the order's model on the silo's test data; `beat` is called with each batch."""
         trainer, start, _ = self._prepare(order, steps=0)
         check_evaluation(trainer.job)
         trainer.load(start.vector, self._others(order, start))

@@ -1,7 +1,8 @@
 """Makes a silo's rounds private over its ranks: by DP-SGD, or by noise on the whole update.
 
 A round is paid for once, by rank 0, when its steps are done and before anything of it is written: a group
-that breaks before that has given nothing out. A round that is done again has new samples and new noise.
+that breaks before that has given nothing out. One that is withdrawn is paid for. A round that is done again
+has new samples and new noise.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roundtable.client.training.local_work import Stopped
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.private_training import fit_privately, own_noise
 from roundtable.client.training.silo_account import Payment, Protection
-from roundtable.client.worker.worker import Stopped
 from roundtable.cluster.parallel.shards import deltas
 from roundtable.cluster.stepping.sharded_optimizer import sharded_correction
 from roundtable.cluster.train.rank_trainer import RankTrainer
@@ -45,7 +46,7 @@ class RoundCharge:
             self._check(privacy, charge)
         self._due = (privacy, charge)
 
-    def settle(self, group: dist.ProcessGroup) -> None:
+    def settle(self, group: dist.ProcessGroup | None) -> None:
         """Charges the account; every rank waits until that is on disk."""
         assert self._due is not None
         if dist.get_rank() == 0:
@@ -61,12 +62,14 @@ def fit_examples_privately(
     round_charge: RoundCharge,
     watch: Watch,
     wishes: Wishes | None = None,
+    control: dist.ProcessGroup | None = None,
     sources: Sources = secure_sources,
 ) -> None:
     """One round of DP-SGD (Abadi et al. 2016): every rank clips and sums, rank 0 adds the noise to the sum.
 
     Each rank samples from its own part of the examples. Reports have no loss and no norm, which are private.
-    Raises Stopped, on every rank, after the step in which that was wished.
+    Raises Stopped, on every rank, after the step in which that was wished. The round is paid for then too,
+    over the group `control`: whoever withdraws it learns how long its steps took.
     """
     wishes = wishes or Wishes()
     rate = trainer.begin(round)
@@ -91,10 +94,11 @@ def fit_examples_privately(
                 memory=0,
             )
         )
-        told = torch.tensor(wishes.told(), device=trainer.device)
-        dist.all_reduce(told)
-        if told[0].item():
-            raise Stopped
+        try:
+            wishes.obey(trainer.device)
+        except Stopped:
+            round_charge.settle(control)
+            raise
 
     seed = derive_seed(trainer.job.seed, round, trainer.client, "training", trainer.meshes.data_rank)
     assert trainer.optimizer is not None

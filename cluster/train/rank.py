@@ -25,15 +25,16 @@ from roundtable.client.device_faults import device_fault
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.gpus import bound_gpu_memory
+from roundtable.client.training.local_work import Stopped
 from roundtable.client.worker.executor import Settings
-from roundtable.client.worker.worker import Stopped, die_with_parent
+from roundtable.client.worker.worker import die_with_parent
 from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_text
 from roundtable.cluster.plan.links import known_links
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.fellow_replicas import FIRST_RANK, REPLICA, FellowReplicas
 from roundtable.cluster.train.group import Group, GroupExecutor
 from roundtable.cluster.train.orders import SOCKET, AgentConnection, leave_report, order_of
-from roundtable.cluster.train.round_reports import StepReport
+from roundtable.cluster.train.round_reports import StepReport, Wishes
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError
 from roundtable.core.evidence.release import release
@@ -110,7 +111,7 @@ def _serve(folder: Path, rank: int) -> None:
     executor = GroupExecutor(group, peers)
     while True:
         command = json.loads(broadcast_text(json.dumps(agent.next()) if agent else None, control))
-        _do(executor, command, agent)
+        _do(executor, command, agent, device)
 
 
 def _await_agent(folder: Path) -> None:
@@ -129,6 +130,7 @@ def _do(
     executor: GroupExecutor,
     command: dict[str, Any],
     agent: AgentConnection | None,
+    device: torch.device,
 ) -> None:
     order = order_of(command)
 
@@ -147,13 +149,17 @@ def _do(
     def withdrawn() -> bool:
         return agent is not None and agent.withdrawn == command["number"]
 
+    def before_batch() -> None:
+        beat()
+        Wishes(withdrawn).obey(device)
+
     if executor.peers is not None:
         executor.peers.begin(command["number"])
     try:
         if command["do"] == "train":
             result: dict[str, Any] = {"trained": asdict(executor.train(order, watch, withdrawn))}
         else:
-            result = {"evaluated": executor.evaluate(order, beat)}
+            result = {"evaluated": executor.evaluate(order, before_batch)}
     except Stopped:
         result = {"stopped": True}
     if agent is not None:

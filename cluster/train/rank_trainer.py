@@ -312,7 +312,7 @@ class RankTrainer:
     def evaluate(self, data: Any, batch_size: int, beat: Callable[[], None] = lambda: None) -> Metrics:
         """Evaluates on the test data: named (sum, count), "loss" among them, the same on every rank.
 
-        `beat` is called with each batch, so that somebody knows that it goes on.
+        `beat` is called with each batch, so that somebody knows that it goes on; it may raise on all ranks.
 
         Ranks with different examples share the batches out. Shards are gathered together, so that all run
         equally many: who has none left runs another's again, and does not count it.

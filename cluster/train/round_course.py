@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from roundtable.client.worker.worker import Stopped
+from roundtable.client.training.local_work import Stopped
 from roundtable.cluster.stepping.agreed_step import AgreedFigures
 from roundtable.cluster.stepping.loss_scaling import LossScale
 from roundtable.cluster.train.loss_guard import CheckpointTimes, refuse_step

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from roundtable.client.durable_files import append_synced, replace_synced
+from roundtable.client.training.local_work import Stopped
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.routing import ExpertShares
@@ -236,6 +237,13 @@ class Wishes:
         """Both as numbers: rank 0's own, 0 on other ranks."""
         first = dist.get_rank() == 0
         return [float(first and self.stop()), float(first and self.due())]
+
+    def obey(self, device: torch.device) -> None:
+        """Raises Stopped, on every rank, where rank 0 wishes that; collective."""
+        told = torch.tensor(self.told(), device=device)
+        dist.all_reduce(told)
+        if told[0].item():
+            raise Stopped
 
 
 def round_metrics(done: RoundProgress, *, private: bool) -> Metrics:

@@ -259,7 +259,7 @@ class InlineTrainer:
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         self.done.append(work.step)
-        return await asyncio.to_thread(self._executor.evaluate, order_of_work(work), progress)
+        return await asyncio.to_thread(self._executor.evaluate, order_of_work(work))
 
     def release(self, job: str) -> None: ...
 

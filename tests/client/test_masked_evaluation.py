@@ -136,9 +136,9 @@ def test_a_round_made_again_measures_what_it_did_at_first(tmp_path: Path) -> Non
         layout=model.layout.fingerprint,
         output=str(tmp_path / "update"),
     )
-    first = executor.evaluate(order, lambda *seen: None)
+    first = executor.evaluate(order)
     executor.train(order, lambda *seen: None)
-    assert executor.evaluate(replace(order, attempt=2), lambda *seen: None) == first
+    assert executor.evaluate(replace(order, attempt=2)) == first
     for later in (replace(order, round=2), replace(order, phase="evaluate")):
-        assert executor.evaluate(replace(later, counted=(1, 1)), lambda *seen: None) != first
-        assert executor.evaluate(later, lambda *seen: None) == first, "its update is in no model"
+        assert executor.evaluate(replace(later, counted=(1, 1))) != first
+        assert executor.evaluate(later) == first, "its update is in no model"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from roundtable.client.training.local_training import LocalUpdate, train
-from roundtable.client.training.local_work import Execution, LocalWork
+from roundtable.client.training.local_work import Execution, LocalWork, Stopped
 from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.worker_order import Order
@@ -22,7 +23,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import BudgetExceeded, PrivacyError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.job_tables.task_table import JobTaskTable
-from roundtable.core.privacy_table import ClientLocalLevel
+from roundtable.core.privacy_table import ClientLocalLevel, NoPrivacy
 from roundtable.core.task import initial_state
 from roundtable.privacy import local_gaussian_charge
 from roundtable.privacy.example_level import SiloAccount, probe
@@ -55,7 +56,8 @@ class Points(Task):
         return nn.Linear(4, 2)
     def data(self, site):
         points = torch.randn(40, 4, generator=torch.Generator().manual_seed(3))
-        return (points, (points.sum(1) > 0).long()), None
+        data = points, (points.sum(1) > 0).long()
+        return data, data
     def loss(self, model, batch):
         return cross_entropy(model(batch[0]), batch[1])
 """
@@ -216,6 +218,41 @@ def test_the_way_to_gradients_is_found_once_in_a_job(tmp_path: Path, monkeypatch
         shop.train(order, lambda done, total, loss: None)
         assert len(timed) == len(set(timed)) > 1
     assert len(account(tmp_path / "privacy", "example").entries) == 2
+
+
+@pytest.mark.parametrize("work", ["none", "example", "evaluate"])
+def test_work_is_asked_before_each_batch_whether_it_goes_on(tmp_path: Path, work: str) -> None:
+    """A stopped private step stays charged: else it could be timed for nothing, again and again."""
+    (tmp_path / "points.py").write_text(POINTS)
+    job = job_of("example").model_copy(update={"task": JobTaskTable(name="points")})
+    if work != "example":
+        evaluation = job.evaluation.model_copy(update={"batch_size": 8})
+        job = job.model_copy(update={"privacy": NoPrivacy(), "evaluation": evaluation})
+    model = initial_model(job, load_task("points.py", tmp_path))
+    save_model(tmp_path / "model", model)
+    shop = Executor(Settings("alder", str(tmp_path), str(tmp_path / "jobs"), "cpu", 1, {}))
+    order = Order(
+        "job", 1, "train", job.to_json(), "points.py", str(tmp_path / "model"),
+        model.layout.fingerprint, str(tmp_path / "update"),
+    )  # fmt: skip
+    asked: list[int] = []
+
+    def before() -> None:
+        asked.append(len(asked))
+        if stopping and len(asked) == 2:
+            raise Stopped
+
+    for stopping in (True, False):
+        asked.clear()
+        with pytest.raises(Stopped) if stopping else nullcontext():
+            if work == "evaluate":
+                shop.evaluate(order, before)
+            else:
+                shop.train(order, lambda done, total, loss: None, before)
+        assert (tmp_path / "update").exists() == (not stopping and work != "evaluate")
+        assert len(asked) == (2 if stopping else 5 if work == "evaluate" else 3)
+        if work == "example":
+            assert len(account(tmp_path / "privacy", "example").entries) == (1 if stopping else 2)
 
 
 def test_without_an_account_nothing_is_trained() -> None:

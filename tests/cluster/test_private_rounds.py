@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cluster_plans import plan
-from cluster_privacy import PrivateCase, one_process, private_round, written
+from cluster_privacy import PrivateCase, one_process, private_round, withdrawn_work, written
 from cluster_silo import Silo, watched
 from ranks import run_ranks
 
@@ -32,6 +32,11 @@ def test_two_ranks_clip_and_sum_as_one_process_and_add_its_noise_once(tmp_path: 
     assert [len(each["paid"]) for each in found] == [len(each["asked"]) for each in found] == [1, 0]
     charge = Charge.from_json(found[0]["paid"][0])
     assert (charge.unit, charge.rate, charge.steps) == ("example", 1.0, 3)
+
+
+def test_all_ranks_stop_where_the_first_one_is_told_in_training_and_in_evaluation() -> None:
+    case = PrivateCase(plan("ddp", dp=2, micro=5), {**EXAMPLE, "noise_multiplier": 2.0, "batch_size": 8})
+    assert run_ranks(withdrawn_work, 2, case, 2) == [([1, 2], 1, 1), ([1, 2], 1, 0)]
 
 
 @pytest.mark.parametrize(

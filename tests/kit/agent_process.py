@@ -16,6 +16,7 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Executor, Settings
+from roundtable.client.worker.worker_order import Order
 from roundtable.client.worker.worker_trainer import order_of_work
 
 
@@ -31,14 +32,17 @@ class InlineTrainer:
     async def start(self) -> None: ...
 
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
-        return await asyncio.to_thread(self._in_turn, self._executor.train, work)
+        return await asyncio.to_thread(self._in_turn, self._train, work)
+
+    def _train(self, order: Order) -> TrainedUpdate:
+        return self._executor.train(order, _silent)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         return await asyncio.to_thread(self._in_turn, self._executor.evaluate, work)
 
     def _in_turn(self, do: Callable[..., Any], work: StepWork) -> Any:
         with self._turn:
-            return do(order_of_work(work), _silent)
+            return do(order_of_work(work))
 
     def release(self, job: str) -> None: ...
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,14 @@ from cluster_models import Language
 from torch import Tensor
 
 from roundtable.client.training.local_training import train
-from roundtable.client.training.local_work import Execution, LocalWork
+from roundtable.client.training.local_work import Execution, LocalWork, Stopped
 from roundtable.client.training.silo_account import Protection
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import prepare_update, write_deltas
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.train.private_rounds import RoundCharge, fit_examples_privately, noise_on_parts
 from roundtable.cluster.train.rank_trainer import RankTrainer
-from roundtable.cluster.train.round_reports import RoundProgress
+from roundtable.cluster.train.round_reports import RoundProgress, Wishes
 from roundtable.core import JobConfig, Layout
 from roundtable.core.privacy_table import NoPrivacy, Private
 from roundtable.core.task import Site, initial_state
@@ -103,10 +105,38 @@ def private_round(rank: int, case: PrivateCase, folder: Path, same: bool) -> dic
     return {"asked": [one.to_json() for one in asked], "paid": [one.to_json() for one in paid]}
 
 
+def withdrawn_work(rank: int, case: PrivateCase, step: int) -> tuple[list[int], int, int]:
+    """Steps taken before the first rank's wish at this step, batches evaluated before it, and payments."""
+    task, job = Language(dtype=torch.float64), case.job()
+    model = initial_state(task, job.seed)
+    layout = Layout.of(model)
+    trainer = RankTrainer(
+        task, job, layout, case.strategy, Meshes(case.strategy.mesh, "cpu"), torch.device("cpu"), "silo"
+    )
+    trainer.mode = "first"
+    trainer.load(layout.flatten(model).clone(), {})
+    data, test = task.data(Site("silo"))
+    steps: list[int] = []
+    wished = iter(number >= step for number in range(1, 100))
+    paid: list[Charge] = []
+    charge = RoundCharge(lambda privacy, charge: None, lambda privacy, charge: paid.append(charge))
+    with suppress(Stopped):
+        fit_examples_privately(
+            trainer, data, 1, charge, lambda report: steps.append(report.step), Wishes(lambda: next(wished))
+        )
+    wished = iter(number >= step for number in range(1, 100))
+    evaluated: list[int] = []
+    measure = trainer._measure
+    trainer._measure = lambda *batch: (evaluated.append(1), measure(*batch))[1]  # type: ignore[method-assign]
+    with suppress(Stopped):
+        trainer.evaluate(test, 4, partial(Wishes(lambda: next(wished)).obey, trainer.device))
+    return steps, len(evaluated), len(paid)
+
+
 def written(folder: Path) -> Tensor:
     """The update's file."""
     path = folder / "update"
     return torch.from_file(str(path), size=path.stat().st_size // 4)
 
 
-__all__ = ["PrivateCase", "one_process", "private_round", "seeded", "written"]
+__all__ = ["PrivateCase", "one_process", "private_round", "seeded", "withdrawn_work", "written"]
