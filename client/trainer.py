@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -44,6 +46,7 @@ class StepWork:
     is in the model or in one before it; `steps` those to take, where the coordinator gives them, and
     `encoding` the chain for the update, "" for the job's. `trouble` hears of an incident that does not end
     the work: its kind (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
+    `in_line` hears that the step stands in line behind others (True), and then that its turn has come (False).
     """
 
     step: StepKey
@@ -58,6 +61,7 @@ class StepWork:
     steps: int | None = None
     encoding: str = ""
     trouble: Callable[[str, str, str], None] = field(default=lambda kind, detail, action: None, compare=False)
+    in_line: Callable[[bool], None] = field(default=lambda waits: None, compare=False)
 
     @property
     def kept(self) -> tuple[int, int] | None:
@@ -75,6 +79,18 @@ class TrainedUpdate:
     examples: int
     metrics: Metrics
     writing: Writing | None = None
+
+
+@asynccontextmanager
+async def its_turn(turn: asyncio.Lock, work: StepWork) -> AsyncIterator[None]:
+    """One step after the other works in this block; whoever waits for its turn says so."""
+    waits = turn.locked()
+    if waits:
+        work.in_line(True)
+    async with turn:
+        if waits:
+            work.in_line(False)
+        yield
 
 
 class Trainer(Protocol):

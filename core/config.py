@@ -66,6 +66,12 @@ class CohortTable(Table):
     grace: Seconds = Field(
         30.0, ge=0, description="once minimum have answered: how long to wait for clients that are offline"
     )
+    line: Seconds | None = Field(
+        None,
+        ge=0,
+        description="how long a step may stand in line behind other work of its silo: time that its deadline "
+        "does not count; default: as long as the deadline",
+    )
     retries: int = Field(3, ge=0, description="new attempts of a failed round before the job is paused")
 
     @model_validator(mode="after")

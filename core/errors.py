@@ -144,6 +144,7 @@ FAILURE_KINDS = (
     "data_corruption",
     "invalid_update",
     "slow_node",
+    "busy",
     "refused",
     "protocol_violation",
 )

@@ -14,10 +14,11 @@ from roundtable.engine import messages as m
 from roundtable.engine.encoding_choice import EncodingChoice
 from roundtable.engine.population import Population
 from roundtable.engine.selection import Candidate, Strategy
-from roundtable.engine.state import Attempt, ClientRecord, EngineState, chosen_chain, hops_after
+from roundtable.engine.state import BUSY, Attempt, ClientRecord, EngineState, Line, chosen_chain, hops_after
 from roundtable.engine.steps_by_speed import pace_missed, pace_seen, steps_by_pace
 
 MOST_TROUBLES = 8
+IN_LINE = "its step stood in line behind other work of the silo for longer than cohort.line allows"
 
 
 class JobContext:
@@ -59,22 +60,12 @@ class JobContext:
         for name in names:
             if self.population.is_online(name):
                 self.mark(name, "available", now)
-                counted = self.counted(name)
+                counted, due = self.counted(name), self.due(name, now)
                 training = attempt.phase == m.TRAIN
                 steps = self.given(name) if training else None
                 encoding = chosen_chain(self.state, name) if training else ""
                 self.out.append(
-                    m.Instruct(
-                        name,
-                        attempt.step,
-                        model,
-                        attempt.deadline,
-                        cohort,
-                        counted,
-                        hops,
-                        steps,
-                        encoding,
-                    )
+                    m.Instruct(name, attempt.step, model, due, cohort, counted, hops, steps, encoding)
                 )
             else:
                 self.mark(name, "offline", now)
@@ -140,6 +131,63 @@ class JobContext:
         if attempt is None or attempt.phase not in (m.TRAIN, m.EVALUATE):
             return
         self.out.extend(m.Withdraw(name, attempt.step, reason) for name in attempt.awaited)
+
+    def due(self, name: str, now: float) -> float:
+        """When the client's answer is late: its time does not run while its work stands in line."""
+        attempt = self.attempt()
+        assert attempt.deadline is not None
+        line = attempt.lines.get(name)
+        return (
+            attempt.deadline if line is None else attempt.deadline + min(line.until(now), self.longest_line)
+        )
+
+    @property
+    def longest_line(self) -> float:
+        """Seconds in line after which the deadline runs on: no silo holds a phase for ever."""
+        cohort, attempt = self.job.cohort, self.state.attempt
+        if cohort.line is not None:
+            return cohort.line
+        evaluates = attempt is not None and attempt.phase == m.EVALUATE
+        return self.job.evaluation.deadline if evaluates else cohort.deadline
+
+    def late(self, now: float) -> list[str]:
+        """Once the deadline has passed: who of those whose answer is awaited is late."""
+        attempt = self.attempt()
+        now = max(now, attempt.deadline or 0.0)
+        return [name for name in attempt.awaited if self.due(name, now) <= now]
+
+    def watch_deadlines(self, now: float) -> None:
+        """Sets the timer for the next one who may be late, where somebody stood in line past the deadline."""
+        attempt = self.attempt()
+        if attempt.deadline is None or not attempt.awaited or now < attempt.deadline:
+            return
+        last = attempt.deadline + self.longest_line
+        self.set_timer(
+            "deadline", min(last if self.waits(name) else self.due(name, now) for name in attempt.awaited)
+        )
+
+    def waits(self, name: str) -> bool:
+        """Whether the client's work in this phase stands in line at it now."""
+        line = self.attempt().lines.get(name)
+        return line is not None and line.since is not None
+
+    def stands_in_line(self, client: str, step: m.Step, waits: bool, now: float) -> bool:
+        """Notes whether the client's work waits for its turn at its silo; whether that has just come."""
+        assignment, attempt = self.state.at_work.get(client), self.state.attempt
+        if assignment is not None and assignment.step == step:
+            line = assignment.line
+        else:
+            assert attempt is not None
+            line = attempt.lines.setdefault(client, Line()) if waits else attempt.lines.get(client, Line())
+        began = line.since is not None and not waits
+        line.turn(waits, now)
+        return began
+
+    def unanswered(self, name: str, reason: str) -> tuple[str, str]:
+        """(kind, detail) of the failure of a client that has not answered in time."""
+        if self.waits(name):
+            return BUSY, IN_LINE
+        return ("slow_node" if self.population.is_online(name) else "node_failure"), reason
 
     def candidate(self, name: str) -> Candidate:
         """What selection may know of a client."""
@@ -225,6 +273,8 @@ class JobContext:
             attempt.unmeasured = attempt.unmeasured or f"{client}: {failure.detail}"
         attempt.awaited.pop(client, None)
         attempt.lost.pop(client, None)
+        if failure.kind == BUSY and failure.phase == m.TRAIN:
+            self.record(client).selected -= 1
         self.state.at_work.pop(client, None)
         self.mark(client, "dropped", now, failure.detail)
         self.note_failure(failure, action)

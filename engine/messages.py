@@ -338,7 +338,7 @@ class RoundRecord:
     the new one on the server's own test data, in a simulation. `staleness`: how many models old each update's
     own was, in buffered rounds. `closed`: why no model was made; `model` is then the one before. `withheld`
     names fields that are empty here because they may not be told. `population`: how many clients there were.
-    `transfers`: of each update what its way took (`TransferFigures.known`).
+    `transfers`: of each update what its way took (`TransferFigures.known`). `excused` had no turn.
     """
 
     round: int
@@ -364,6 +364,7 @@ class RoundRecord:
     population: int = 1
     central: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     transfers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    excused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ How training goes, from the choice of clients to the last update, is the job's `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from roundtable.core.config import CENTRAL
 from roundtable.core.observability.released import IN_THE_LOG, Tells, is_told
 from roundtable.core.privacy_table import NoPrivacy
@@ -123,7 +125,7 @@ class Phases:
         delivered = (name for name in known if name not in held or attempt.updates[name].asked is None)
         idle = (name for name in (*there, *delivered) if name not in self._state.at_work)
         attempt.awaited = dict.fromkeys(idle)
-        attempt.phase = m.EVALUATE
+        attempt.phase, attempt.lines = m.EVALUATE, {}
         attempt.deadline = now + self._job.evaluation.deadline
         self._context.set_timer("deadline", attempt.deadline)
         self._context.instruct(attempt.awaited, now)
@@ -132,10 +134,29 @@ class Phases:
     def evaluation_timer_fired(self, timer: str, now: float) -> None:
         """Commits without the metrics of those that are offline after the grace time, or late."""
         if timer == self._context.timer("deadline"):
+            late = self._context.late(now)
+            if len(late) < len(self._context.attempt().awaited):
+                self._leave_out_late(late, now)
+                return
             self._context.withdraw_awaited("the evaluation's deadline has passed")
             self.commit(now)
         elif timer == self._context.timer("grace") and not self._context.awaits_somebody_online():
             self.commit(now)
+
+    def _leave_out_late(self, late: Sequence[str], now: float) -> None:
+        """Goes on waiting for those whose work stood in line at their silos."""
+        attempt = self._context.attempt()
+        for name in late:
+            self._context.out.append(m.Withdraw(name, attempt.step, "the evaluation's deadline has passed"))
+            del attempt.awaited[name]
+        self._context.watch_deadlines(now)
+
+    def work_began(self, step: m.Step, now: float) -> None:
+        """The turn of a client's work has come at its silo."""
+        if step.phase == m.EVALUATE:
+            self._context.watch_deadlines(now)
+        else:
+            self._policy.watch_deadlines(now)
 
     def commit(self, now: float) -> None:
         """Writes the round's record and asks for it to be made durable."""

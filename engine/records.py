@@ -7,7 +7,7 @@ from typing import Any
 
 from roundtable.engine.messages import RoundRecord, Update
 from roundtable.engine.metrics import add_up, means, worked_out
-from roundtable.engine.state import Attempt
+from roundtable.engine.state import BUSY, Attempt
 
 
 def record_of(attempt: Attempt, now: float, private: bool, metrics: Mapping[str, str]) -> RoundRecord:
@@ -41,6 +41,7 @@ def record_of(attempt: Attempt, now: float, private: bool, metrics: Mapping[str,
         population=attempt.population,
         central=dict(aggregated.central),
         transfers={n: u.transfer.known() for n, u in sorted(attempt.updates.items()) if u.transfer},
+        excused=_excused(attempt),
     )
 
 
@@ -64,6 +65,7 @@ def record_without_model(attempt: Attempt, model: str, optimizer: str, why: str,
         started=attempt.started,
         ended=now,
         closed=why,
+        excused=_excused(attempt),
     )
 
 
@@ -86,6 +88,10 @@ def _training_sums(update: Update) -> dict[str, tuple[float, int]]:
     if update.loss is not None:
         sums["loss"] = (update.loss * update.examples, update.examples)
     return sums
+
+
+def _excused(attempt: Attempt) -> tuple[str, ...]:
+    return tuple(sorted(name for name, failure in attempt.failures.items() if failure.kind == BUSY))
 
 
 def _failures(attempt: Attempt) -> dict[str, str]:

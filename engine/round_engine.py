@@ -252,6 +252,8 @@ class RoundEngine:
     def _on_work_started(self, event: m.WorkStarted, now: float) -> None:
         if self._context.works_on(event.client, event.step):
             self._context.mark(event.client, event.state, now)
+            if self._context.stands_in_line(event.client, event.step, event.state == "queued", now):
+                self._phases.work_began(event.step, now)
 
     def _on_update(self, event: m.UpdateArrived, now: float) -> None:
         update, client = event.update, event.update.client

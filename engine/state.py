@@ -50,6 +50,23 @@ class ClientRecord:
 
 
 @dataclass
+class Line:
+    """How long a step stood in line at its silo: `seconds`, and now again where there is a `since`."""
+
+    since: float | None = None
+    seconds: float = 0.0
+
+    def turn(self, waits: bool, now: float) -> None:
+        """The step stands in line from now on, or no longer."""
+        self.seconds = self.until(now)
+        self.since = now if waits else None
+
+    def until(self, now: float) -> float:
+        """Seconds in line so far."""
+        return self.seconds + (max(0.0, now - self.since) if self.since is not None else 0.0)
+
+
+@dataclass
 class Assignment:
     """What a client trains while rounds go by: asked at `since` for the step (round, attempt, train).
 
@@ -62,6 +79,7 @@ class Assignment:
     since: float
     deadline: float
     away: bool = False
+    line: Line = field(default_factory=Line)
 
     @property
     def step(self) -> Step:
@@ -69,6 +87,8 @@ class Assignment:
         return Step(self.round, self.attempt, TRAIN)
 
 
+BUSY = "busy"
+"""The kind of failure of a client whose turn at its silo did not come: nobody is blamed for it."""
 MOST_HOPS = 8
 """More changes of 4 bits and their like would be as long as the model."""
 
@@ -90,6 +110,7 @@ class Attempt:
       measured anything, the job stops for it.
     - `replacements`: failed client → the one asked in its place.
     - `population`: how many clients there were when training ended.
+    - `lines`: of those whose work in the phase that runs stood in line at them, for how long.
     """
 
     round: int
@@ -115,6 +136,7 @@ class Attempt:
     replacements: dict[str, str] = field(default_factory=dict)
     unmeasured: str = ""
     population: int = 1
+    lines: dict[str, Line] = field(default_factory=dict)
 
     @property
     def step(self) -> Step:
@@ -209,7 +231,7 @@ def from_plain(plain: Mapping[str, Any]) -> EngineState:
     values["attempt"] = _attempt(values["attempt"]) if values["attempt"] else None
     values["stopping"] = tuple(values["stopping"]) if values["stopping"] else None
     values["clients"] = {name: _client(record) for name, record in values["clients"].items()}
-    values["at_work"] = {name: Assignment(**given) for name, given in values.get("at_work", {}).items()}
+    values["at_work"] = {name: _assignment(given) for name, given in values.get("at_work", {}).items()}
     values["buffer"] = _updates(values.get("buffer", {}))
     values["summed"] = tuple(values.get("summed", ()))
     values["hops"] = tuple(Hop(**hop) for hop in values.get("hops", ()))
@@ -227,6 +249,7 @@ def record_from_plain(plain: Mapping[str, Any]) -> RoundRecord:
     values["cohort"] = tuple(values["cohort"])
     values["contributors"] = tuple(values["contributors"])
     values["withheld"] = tuple(values.get("withheld", ()))
+    values["excused"] = tuple(values.get("excused", ()))
     for name in ("training", "evaluation", "before", "central"):
         values[name] = _sums(values.get(name, {}))
     values["client_metrics"] = {client: _sums(sums) for client, sums in values["client_metrics"].items()}
@@ -239,8 +262,13 @@ def _client(plain: Mapping[str, Any]) -> ClientRecord:
     return ClientRecord(**{**plain, **pairs, "choice": EncodingChoice.from_plain(choice) if choice else None})
 
 
+def _assignment(plain: Mapping[str, Any]) -> Assignment:
+    return Assignment(**{**plain, "line": Line(**plain.get("line", {}))})
+
+
 def _attempt(plain: Mapping[str, Any]) -> Attempt:
     values = dict(plain)
+    values["lines"] = {name: Line(**line) for name, line in values.get("lines", {}).items()}
     values["cohort"] = tuple(values["cohort"])
     values["updates"] = _updates(values["updates"])
     values["lost"] = _updates(values.get("lost", {}))

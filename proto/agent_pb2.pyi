@@ -627,15 +627,19 @@ class Accepted(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STEP_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
+    queued: builtins.bool
+    """Work has not begun: the step stands in line behind others at the silo. Said again without it at its turn."""
     @property
     def step(self) -> roundtable.proto.common_pb2.Step: ...
     def __init__(
         self,
         *,
         step: roundtable.proto.common_pb2.Step | None = ...,
+        queued: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["queued", b"queued", "step", b"step"]) -> None: ...
 
 global___Accepted = Accepted
 

@@ -90,13 +90,14 @@ class StepHandler:
             spool=spool,
         )
         self._asked: dict[StepKey, tuple[StepInstruction, float]] = {}
+        self._in_line: dict[StepKey, tuple[float, float]] = {}
         self._met = math.inf
 
     @property
     def state(self) -> str:
         """The agent's state in a word, for its heartbeat."""
         if self._working:
-            return "training"
+            return "queued" if self._working.keys() <= self._in_line.keys() else "training"
         return "uploading" if self._delivering else "available"
 
     @property
@@ -156,7 +157,8 @@ class StepHandler:
         if step in self._answers:
             self._link.send(self._answers[step])
             return
-        self._link.send(outgoing.accepted(step))
+        waits = step in self._in_line and _goes_on(self._working.get(step))
+        self._link.send(outgoing.accepted(step, queued=waits))
         if _goes_on(self._delivering.get(step)):
             self._asked[step] = (instruction, time.monotonic() + instruction.seconds)
             self._report(step, "uploading")
@@ -233,8 +235,9 @@ class StepHandler:
             await asyncio.wait(withdrawn)
         failpoint("accepted", step.round, step.phase)
         try:
-            async with asyncio.timeout(self.gate.seconds(instruction.seconds)):
-                answer = await self._worker.do(step, instruction, lambda: len(self._working))
+            async with asyncio.timeout(self.gate.seconds(instruction.seconds)) as limit:
+                in_line = partial(self._stands_in_line, step, limit)
+                answer = await self._worker.do(step, instruction, lambda: len(self._working), in_line)
                 if isinstance(answer, Finished):
                     self._start_delivery(answer, fresh=True)
                 else:
@@ -246,6 +249,25 @@ class StepHandler:
             self._fail(step, error)
         except OSError as error:
             self._fail(step, explained(error, Path(error.filename or "a file")))
+        finally:
+            self._in_line.pop(step, None)
+
+    def _stands_in_line(self, step: StepKey, limit: asyncio.Timeout, waits: bool) -> None:
+        """Stops the step's time while others are worked on, and tells the coordinator."""
+        now, end = asyncio.get_running_loop().time(), limit.when()
+        if waits:
+            assert end is not None
+            self._in_line[step] = now, end - now
+            limit.reschedule(None)
+            self._observer.doing(step, "queued")
+            _log.info("%s: in line behind other work of this silo", step, extra=about(step))
+        else:
+            since, left = self._in_line.pop(step)
+            limit.reschedule(now + left)
+            if step in self._asked:
+                instruction, late = self._asked[step]
+                self._asked[step] = instruction, late + now - since
+        self._link.send(outgoing.accepted(step, queued=waits))
 
     def _start_delivery(self, finished: Finished, *, fresh: bool) -> None:
         self._spawn(self._delivering, finished.step, self._deliver(finished, fresh))

@@ -73,11 +73,16 @@ class StepWorker:
         self._arrivals: dict[str, ModelArrival] = {}
 
     async def do(
-        self, step: StepKey, instruction: StepInstruction, working: Callable[[], int]
+        self,
+        step: StepKey,
+        instruction: StepInstruction,
+        working: Callable[[], int],
+        in_line: Callable[[bool], None],
     ) -> Finished | outgoing.FromAgent:
         """The update that is to be delivered, or the message that answers an evaluation.
 
-        `working` tells how many steps are worked on now. Raises RoundtableError or OSError for what fails.
+        `working` tells how many steps are worked on now; `in_line` hears whether this one waits for others.
+        Raises RoundtableError or OSError for what fails.
         """
         job = job_of(instruction)
         asked = instruction.work
@@ -102,6 +107,7 @@ class StepWorker:
             steps=steps,
             encoding=told_encoding(job, asked.encoding),
             trouble=partial(self._reporter.trouble, step),
+            in_line=in_line,
         )
         if asked.kind == "train" and is_secure(job):
             size, values = await asyncio.to_thread(model_values, model)

@@ -142,9 +142,9 @@ def goodbye(reason: str) -> FromAgent:
     return FromAgent(goodbye=agent_pb2.Goodbye(reason=reason))
 
 
-def accepted(step: StepKey) -> FromAgent:
-    """The instruction was understood and work has begun."""
-    return FromAgent(accepted=agent_pb2.Accepted(step=_step(step)))
+def accepted(step: StepKey, queued: bool = False) -> FromAgent:
+    """The instruction was understood and work has begun, or stands in line behind other steps."""
+    return FromAgent(accepted=agent_pb2.Accepted(step=_step(step), queued=queued))
 
 
 def progress(step: StepKey, activity: str, told: Told[ProgressFigures]) -> FromAgent:

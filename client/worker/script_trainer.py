@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.failures import WorkFailed
-from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, write_remembering
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, its_turn, write_remembering
 from roundtable.client.training.arrays import arrays_of, state_of
 from roundtable.client.training.local_training import check_evaluation, check_privacy
 from roundtable.client.training.metrics import Metrics, checked
@@ -139,6 +139,7 @@ class ScriptTrainer:
         self._accounts = jobs.parent / "privacy"
         self._limit = (epsilon, delta)
         self._evaluate = evaluate
+        self._turn = asyncio.Lock()
 
     async def start(self) -> None:
         """See Trainer."""
@@ -159,8 +160,10 @@ class ScriptTrainer:
         if transfer.memory.way == "ef21" and work.kept and forgotten(encoding, transfer.memory, local):
             raise EncodingError(LOST_ESTIMATE)
         round = Round(work, start, without_memory(local))
-        self.rounds.put(round)
-        delta, mine, examples, metrics = await round._answer
+        # A script answers one round after the other.
+        async with its_turn(self._turn, work):
+            self.rounds.put(round)
+            delta, mine, examples, metrics = await round._answer
         if isinstance(work.job.privacy, ClientLocalLevel):
             pay = payment(self._accounts, *work.step[:3], *self._limit)
             delta = await asyncio.to_thread(add_own_noise, delta, work.job, Protection(pay))

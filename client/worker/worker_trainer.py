@@ -17,7 +17,7 @@ from typing import Any
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.gpus import shown_gpus
-from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, its_turn
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Settings, part_of_batch
 from roundtable.client.worker.rehearsal import Rehearsed
@@ -101,7 +101,7 @@ class WorkerTrainer:
         while True:
             halvings = self._halvings.get(key, 0)
             try:
-                return await self._order(verb, replace(order_of_work(work), halvings=halvings), progress)
+                return await self._order(verb, work, halvings, progress)
             except WorkFailed as failure:
                 if failure.kind != "out_of_memory":
                     raise self._not_in_parts(key, first, failure) if first else failure from None
@@ -156,8 +156,11 @@ class WorkerTrainer:
         finally:
             await child.end()
 
-    async def _order(self, verb: str, order: Order, progress: ProgressListener) -> dict[str, Any]:
-        async with self._turn:
+    async def _order(
+        self, verb: str, work: StepWork, halvings: int, progress: ProgressListener
+    ) -> dict[str, Any]:
+        order = replace(order_of_work(work), halvings=halvings)
+        async with its_turn(self._turn, work):
             if (rehearsal := self._rehearsal) is not None:
                 rehearsal.cancel()
                 await asyncio.wait([rehearsal])

@@ -15,7 +15,7 @@ from typing import Any
 from roundtable.client.durable_files import write_file
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, its_turn
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Settings
 from roundtable.client.worker.worker_trainer import order_of_work
@@ -160,7 +160,7 @@ class ClusterTrainer:
             self._server = None
 
     async def _do(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
-        async with self._turn:
+        async with its_turn(self._turn, work):
             if work.step.job != self._job:
                 await self._new_job(work.step.job)
             if verb == "train":

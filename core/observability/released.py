@@ -180,7 +180,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.NOISY, "model"),
         # The digest alone; the state itself never leaves.
         **_of(Tells.NOISY, "optimizer"),
-        **_of(Tells.COHORT, "cohort contributors failures staleness closed transfers"),
+        **_of(Tells.COHORT, "cohort contributors failures excused staleness closed transfers"),
         **_of(Tells.UPDATE, "excluded weights diagnosis"),
         **_of(Tells.TRAINING, "training before"),
         **_of(Tells.EVALUATION, "evaluation client_metrics"),
@@ -343,7 +343,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     # A person at the silo has seen each byte, or its file says that nobody need.
     "SiloReport": _of(Tells.PUBLIC, "request status reason report"),
     "Heartbeat": {"state": Tells.PUBLIC},
-    "Accepted": {"step": Tells.PUBLIC},
+    "Accepted": _of(Tells.PUBLIC, "step queued"),
     "Progress": {**_of(Tells.PUBLIC, "step activity"), **_of(Tells.SILO, "done total loss figures")},
     # Sentences of the agent: no message of a task's exception, no figure of an account.
     "Failure": _of(Tells.PUBLIC, "step kind detail"),

@@ -15,13 +15,14 @@ that fails leaves its place to whoever is drawn next: nothing else replaces it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from roundtable.core.errors import SiteFailure
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
-from roundtable.engine.context import JobContext
+from roundtable.engine.context import IN_LINE, JobContext
 from roundtable.engine.policies.training_policy import (
     Combine,
     Decision,
@@ -30,7 +31,7 @@ from roundtable.engine.policies.training_policy import (
     quorum_missed,
 )
 from roundtable.engine.selection import quorum
-from roundtable.engine.state import Assignment, Attempt, chosen_chain
+from roundtable.engine.state import BUSY, Assignment, Attempt, chosen_chain
 from roundtable.engine.view import held_in_words
 
 WORK = "work"
@@ -48,6 +49,7 @@ class BufferedTraining:
         self._population = context.population
         self._round = context.job.round
         self._size = context.job.round.buffer
+        self._watched = math.inf
 
     def begin(self, now: float) -> Decision:
         """Begins to fill the buffer, with the updates that came while the last model was made."""
@@ -58,7 +60,7 @@ class BufferedTraining:
         message = f"round {attempt.round}: {len(attempt.updates)} of {self._size} updates are here already"
         detail = {"cohort": sorted(state.at_work), "minimum": attempt.minimum}
         self._context.note("round_started", message, detail=detail)
-        self._watch_deadlines()
+        self.watch_deadlines(now)
         return self.proceed(now)
 
     def client_joined(self, client: str, now: float) -> Decision:
@@ -67,7 +69,7 @@ class BufferedTraining:
         if assignment is not None:
             assignment.away = False
             self._context.mark(client, "available", now)
-            self._instruct(client, assignment)
+            self._instruct(client, assignment, now)
         return self.proceed(now) if self._context.attempt().phase == m.TRAIN else None
 
     def proceed(self, now: float) -> Decision:
@@ -118,8 +120,8 @@ class BufferedTraining:
             assignment.deadline = max(assignment.deadline, now + self._job.cohort.grace)
             assignment.away = not self._population.is_online(name)
             if not assignment.away:
-                self._instruct(name, assignment)
-        self._watch_deadlines()
+                self._instruct(name, assignment, now)
+        self.watch_deadlines(now)
         attempt = self._context.attempt()
         if attempt.phase != m.TRAIN:
             return None
@@ -168,10 +170,10 @@ class BufferedTraining:
             assignment = Assignment(attempt.round, attempt.number, self._state.model, now, deadline)
             self._state.at_work[name] = assignment
             self._context.mark(name, "available", now)
-            self._instruct(name, assignment)
+            self._instruct(name, assignment, now)
         attempt.cohort += tuple(chosen)
-        if chosen and len(self._state.at_work) == len(chosen):
-            self._watch_deadlines()
+        if chosen and deadline < self._watched:
+            self.watch_deadlines(now)
 
     def _draw(self, count: int) -> list[str]:
         """Up to `count` of those who are there and idle, by the job's strategy."""
@@ -208,7 +210,7 @@ class BufferedTraining:
             f"round.max_staleness = {self._round.max_staleness}"
         )
 
-    def _instruct(self, name: str, assignment: Assignment) -> None:
+    def _instruct(self, name: str, assignment: Assignment, now: float) -> None:
         """Asks for the work; harmless where the client is at it already."""
         counted = self._context.counted(name)
         self._context.out.append(
@@ -216,26 +218,38 @@ class BufferedTraining:
                 name,
                 assignment.step,
                 assignment.model,
-                assignment.deadline,
+                self._due(assignment, now),
                 counted=counted,
                 hops=self._state.hops,
                 encoding=chosen_chain(self._state, name),
             )
         )
 
-    def _watch_deadlines(self) -> None:
-        """Sets the timer of the first deadline: they run out in the order in which clients were asked."""
-        for assignment in self._state.at_work.values():
-            self._context.out.append(m.SetTimer(WORK, assignment.deadline))
-            return
+    def watch_deadlines(self, now: float) -> None:
+        """Sets the timer of whoever may be late first."""
+        moments = (
+            given.deadline + self._context.longest_line
+            if given.line.since is not None
+            else self._due(given, now)
+            for given in self._state.at_work.values()
+        )
+        self._watched = min(moments, default=math.inf)
+        if self._watched < math.inf:
+            self._context.out.append(m.SetTimer(WORK, self._watched))
+
+    def _due(self, given: Assignment, now: float) -> float:
+        """When the work is late; the time that it stood in line at its silo does not count."""
+        return given.deadline + min(given.line.until(now), self._context.longest_line)
 
     def _give_up_on_late(self, now: float) -> None:
         for name, assignment in list(self._state.at_work.items()):
-            if assignment.deadline > now:
-                break
-            kind = "node_failure" if assignment.away else "slow_node"
-            self._give_up(name, kind, "no update before the deadline", now)
-        self._watch_deadlines()
+            if self._due(assignment, now) > now:
+                continue
+            kind, reason = "node_failure" if assignment.away else "slow_node", "no update before the deadline"
+            if assignment.line.since is not None:
+                kind, reason = BUSY, IN_LINE
+            self._give_up(name, kind, reason, now)
+        self.watch_deadlines(now)
 
     def _give_up(self, name: str, kind: str, reason: str, now: float) -> None:
         assignment = self._state.at_work[name]

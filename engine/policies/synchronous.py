@@ -7,7 +7,7 @@ names no reason against it. Nobody is replaced in an evaluation, which needs no 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roundtable.core.errors import SiteFailure
@@ -95,6 +95,10 @@ class SynchronousTraining:
             return self._deadline_passed(now)
         return None
 
+    def watch_deadlines(self, now: float) -> None:
+        """Somebody's time runs on: sets the timer of the next one who may be late."""
+        self._context.watch_deadlines(now)
+
     def reopen(self, damaged: Mapping[str, str], now: float) -> Decision:
         """Asks the clients to send the damaged updates again, `MOST_REPEATS` times; then excludes them.
 
@@ -103,6 +107,7 @@ class SynchronousTraining:
         attempt = self._context.attempt()
         failures = self._context.take_out(damaged)
         attempt.phase, attempt.deadline = m.TRAIN, max(attempt.due, now + self._job.cohort.grace)
+        attempt.lines = {}
         self._context.set_timer("deadline", attempt.deadline)
         for failure in failures:
             name, asked = failure.site, attempt.repeats.get(failure.site, 0)
@@ -254,22 +259,27 @@ class SynchronousTraining:
         attempt = self._context.attempt()
         if self._context.awaits_somebody_online() or len(attempt.updates) < attempt.minimum:
             return None
-        self._give_up_on_awaited("still offline after the grace time", now)
+        self._give_up_on(list(attempt.awaited), "still offline after the grace time", now)
         return Combine("the round goes on without those that are offline")
 
     def _deadline_passed(self, now: float) -> Decision:
         attempt = self._context.attempt()
-        self._context.withdraw_awaited("the round's deadline has passed")
-        self._give_up_on_awaited("no update before the deadline", now)
+        late = self._context.late(now)
+        for name in late:
+            self._context.out.append(m.Withdraw(name, attempt.step, "the round's deadline has passed"))
+        self._give_up_on(late, "no update before the deadline", now)
+        if attempt.awaited:
+            # The time of those that stood in line at their silos is not over yet.
+            self._context.watch_deadlines(now)
+            return self.proceed(now)
         if len(attempt.updates) >= attempt.minimum:
             return Combine("the deadline has passed")
         return GiveUp(quorum_missed(attempt))
 
-    def _give_up_on_awaited(self, reason: str, now: float) -> None:
+    def _give_up_on(self, names: Sequence[str], reason: str, now: float) -> None:
         attempt = self._context.attempt()
-        for name in list(attempt.awaited):
-            kind = "slow_node" if self._population.is_online(name) else "node_failure"
-            detail, action = reason, ""
+        for name in names:
+            (kind, detail), action = self._context.unanswered(name, reason), ""
             if name in attempt.lost:
                 kind, detail = "data_corruption", f"its update is damaged and was not sent again: {reason}"
                 action = "asked the silo to send it again, then excluded the update"

@@ -64,6 +64,9 @@ class TrainingPolicy(Protocol):
     def attempt_failed(self) -> None:
         """Another attempt follows: sets aside the updates that it can still use."""
 
+    def watch_deadlines(self, now: float) -> None:
+        """A client's time runs on, after its work stood in line at it: it may be late before anybody else."""
+
     def settled(self, round: int) -> int:
         """The last round of which no update can be wanted once `round` is committed."""
 

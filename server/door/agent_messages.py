@@ -61,13 +61,14 @@ class Beat:
 
 @dataclass(frozen=True)
 class Begun:
-    """The instruction was understood and work has begun."""
+    """The instruction was understood and work has begun; `queued`: it stands in line behind other steps."""
 
     at: JobStep
+    queued: bool = False
 
     def event(self, site: str) -> m.WorkStarted:
         """As the engine hears of it from this silo."""
-        return m.WorkStarted(site, self.at.step)
+        return m.WorkStarted(site, self.at.step, "queued" if self.queued else "training")
 
 
 @dataclass(frozen=True)

@@ -262,8 +262,8 @@ def _progress(message: agent_pb2.FromAgent) -> ProgressReport:
 
 
 def _given_up(message: agent_pb2.Failure | agent_pb2.Trouble) -> GivenUp:
-    """Unknown kinds become `task_error`, long texts are cut."""
-    kind = message.kind if message.kind in FAILURE_KINDS else "task_error"
+    """Unknown kinds become `task_error`, long texts are cut. No silo excuses itself as busy."""
+    kind = message.kind if message.kind in FAILURE_KINDS and message.kind != "busy" else "task_error"
     detail = bounds.one_line(message.detail, _MAX_TEXT) or "no reason given"
     return GivenUp(step_of(message.step), kind, detail)
 
@@ -319,7 +319,7 @@ def _reply(message: agent_pb2.FromAgent) -> ProtocolReply:
 _DECODERS: dict[str, Callable[[agent_pb2.FromAgent], AgentMessage]] = {
     "hello": _introduction,
     "heartbeat": lambda message: Beat(bounds.one_line(message.heartbeat.state, 50)),
-    "accepted": lambda message: Begun(step_of(message.accepted.step)),
+    "accepted": lambda message: Begun(step_of(message.accepted.step), message.accepted.queued),
     "progress": _progress,
     "failure": lambda message: _given_up(message.failure),
     "trouble": lambda message: SelfHelp(

@@ -61,6 +61,11 @@ _OF_SILOS: dict[str, tuple[Severity, str, str]] = {
         "give the silo more time (cohort.deadline) or less work, or select by reliability",
         _WENT_ON,
     ),
+    "busy": (
+        "info",
+        "nothing, or let the silo say that it has room for fewer jobs at a time: nobody is blamed for it",
+        _WENT_ON,
+    ),
     "refused": ("warning", "the silo's policy does not allow this job: talk to its operator", _WENT_ON),
     "protocol_violation": (
         "error",

@@ -372,7 +372,9 @@ def _insert_record(connection: Connection, job: str, record: dict[str, Any]) -> 
         )
     )
     table = tables.clients.c
-    for names, column in ((record["cohort"], table.selected), (record["contributors"], table.completed)):
+    # Whoever only stood in line was asked for nothing, as far as its reliability goes.
+    asked = set(record["cohort"]) - set(record.get("excused", ()))
+    for names, column in ((asked, table.selected), (record["contributors"], table.completed)):
         if names:
             change = sa.update(tables.clients).where(table.name.in_(list(names)))
             connection.execute(change.values({column: column + 1}))

@@ -87,6 +87,41 @@ async def test_withdrawn_training_stops_and_the_process_stays_warm(silo, log, mo
         assert workers(os.getpid()) != warm
 
 
+async def test_a_step_in_line_says_so_and_its_time_does_not_run(silo, log, monkeypatch) -> None:
+    coordinator = silo.coordinator
+    monkeypatch.setattr("roundtable.client.worker.worker_trainer._STOP_SECONDS", 0.1)
+
+    def queued(job: str) -> list[bool]:
+        said = (m.accepted for m in coordinator.heard if m.HasField("accepted"))
+        return [accepted.queued for accepted in said if accepted.step.job == job]
+
+    def beats() -> int:
+        return sum(m.HasField("heartbeat") for m in coordinator.heard)
+
+    def asked(job: str, seconds: float) -> Any:
+        instruction = silo.instruction(1, deadline=seconds)
+        instruction.step.job = job
+        return instruction
+
+    async with silo.agent():
+        silo.play("hang")
+        coordinator.say(instruction=silo.instruction(1))
+        await log.until("task: hanging")
+        coordinator.say(instruction=asked("job-2", 3 * coordinator.beat))
+        coordinator.say(instruction=asked("job-3", 600.0))
+        await coordinator.until(lambda: queued("job-2") == queued("job-3") == [False, True])
+        before = beats()
+        await coordinator.until(lambda: beats() > before + 4)
+        coordinator.say(instruction=asked("job-2", 0.0))
+        await coordinator.until(lambda: queued("job-2") == [False, True, True])
+        assert not any(m.HasField("failure") for m in coordinator.heard)
+        coordinator.say(withdraw={"step": asked("job-2", 0.0).step, "reason": "enough"})
+        (silo.config.folder / "trick").unlink()
+        coordinator.say(withdraw={"step": silo.instruction(1).step, "reason": "enough"})
+        await coordinator.until(lambda: ("job-3", 1, 1, "train") in coordinator.uploads)
+        assert queued("job-3") == [False, True, False]
+
+
 async def test_a_full_disk_is_said_and_healed(silo) -> None:
     async with silo.agent():
         assert await ask(silo, 1) is None

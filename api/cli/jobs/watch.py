@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 
 # How the job ended is said once, after the display.
 _QUIET = {"update_received", "job_running", "job_finished", "job_cancelled", "job_failed", "job_paused"}
-_STYLES = {"training": "cyan", "uploading": "blue", "done": "green", "dropped": "red", "offline": "yellow"}
+_STYLES = {
+    "queued": "magenta",
+    "training": "cyan",
+    "uploading": "blue",
+    "done": "green",
+    "dropped": "red",
+    "offline": "yellow",
+}
 
 
 class Display(Protocol):
