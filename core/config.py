@@ -72,7 +72,12 @@ class CohortTable(Table):
         description="how long a step may stand in line behind other work of its silo: time that its deadline "
         "does not count; default: as long as the deadline",
     )
-    retries: int = Field(3, ge=0, description="new attempts of a failed round before the job is paused")
+    retries: int = Field(3, ge=0, description="new attempts of a failed round before on_failure")
+    on_failure: Literal["pause", "skip"] = Field(
+        "pause",
+        description="a round that has failed so often: pause the job, or go on with the next round and the "
+        "same model; skip is for jobs whose coordinator owes no guarantee",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> CohortTable:

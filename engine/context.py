@@ -273,16 +273,31 @@ class JobContext:
             attempt.unmeasured = attempt.unmeasured or f"{client}: {failure.detail}"
         attempt.awaited.pop(client, None)
         attempt.lost.pop(client, None)
-        if failure.kind == BUSY and failure.phase == m.TRAIN:
-            self.record(client).selected -= 1
+        if failure.phase == m.TRAIN:
+            record, busy = self.record(client), failure.kind == BUSY
+            record.selected -= busy
+            record.failed += not busy
         self.state.at_work.pop(client, None)
         self.mark(client, "dropped", now, failure.detail)
         self.note_failure(failure, action)
 
     def note_failure(self, failure: SiteFailure, action: str = "") -> None:
         """Adds a client's failure to the job's history."""
-        detail = {"kind": failure.kind, "phase": failure.phase} | ({"action": action} if action else {})
+        detail: dict[str, Any] = {"kind": failure.kind, "phase": failure.phase}
+        if failure.phase == m.TRAIN:
+            detail |= self._plight(failure.site)
+        if action:
+            detail["action"] = action
         self.note("client_failed", str(failure), failure.site, detail)
+
+    def _plight(self, client: str) -> dict[str, int]:
+        """How many clients of the cohort have failed in this attempt, how many more may before the quorum is
+        missed, and how often this one has since its last update."""
+        attempt = self.attempt()
+        plight = {"failed": len(attempt.failures), "cohort": len(attempt.cohort)}
+        if self.job.round.mode == "synchronous":
+            plight["spare"] = len(attempt.updates) + len(attempt.awaited) - attempt.minimum
+        return plight | {"on_end": self.record(client).failed}
 
     def take_out(self, damaged: Mapping[str, str]) -> list[SiteFailure]:
         """Removes damaged updates (client → what is wrong) from those to be combined, into `attempt.lost`.

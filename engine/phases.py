@@ -202,7 +202,9 @@ class Phases:
         self._context.note(
             "attempt_failed", f"round {attempt.round}, attempt {attempt.number} failed: {reason}"
         )
-        if attempt.number > self._job.cohort.retries:
+        if attempt.number > self._job.cohort.retries and self._job.cohort.on_failure == "skip":
+            self._close(record_without_model(attempt, self._state.model, self._state.optimizer, reason, now))
+        elif attempt.number > self._job.cohort.retries:
             message = f"round {attempt.round} failed {attempt.number} times; the last reason: {told}"
             self.stop("paused", message, now)
         elif self._state.yielding:
@@ -217,7 +219,11 @@ class Phases:
         assert self._state.started is not None
         self._state.summary.add(attempt.record, self._job, self._state.separation)
         closed, on_end = attempt.record.closed, self._state.summary.on_end
-        if closed:
+        skips = bool(closed) and attempt.spent is None
+        if skips:
+            reason = f"is skipped after {attempt.number} attempts, the model stays: {closed}"
+            self._context.note("round_skipped", f"round {attempt.round} {reason}")
+        elif closed:
             reason = f"is closed without a model, because its sum may be known: {closed}"
             self._context.note("round_closed", f"round {attempt.round} {reason}")
         else:
@@ -238,7 +244,7 @@ class Phases:
         enough = stop_reason(self._job.stop, self._state.summary.trend, now - self._state.started, where)
         if enough is not None:
             self._stop_now("finished", enough + self._of_the_best())
-        elif closed and on_end > self._job.cohort.retries and attempt.round < self._job.rounds:
+        elif closed and not skips and on_end > self._job.cohort.retries and attempt.round < self._job.rounds:
             message = f"{on_end} rounds on end were closed without a model; the last reason: {closed}"
             self._stop_now("paused", message)
         elif self._state.yielding and attempt.round < self._job.rounds:

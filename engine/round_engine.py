@@ -268,6 +268,8 @@ class RoundEngine:
         lost = attempt.lost.pop(client, None)
         (attempt.updates if attempt.phase == m.TRAIN else self.state.buffer)[client] = lost or update
         self._context.mark(client, "done", now)
+        record = self.state.clients[client]
+        record.examples, record.failed = update.examples or record.examples, 0
         self._context.learn(lost or update, now)
         detail: dict[str, Any] = {"examples": update.examples, **vars(update.vector)}
         if update.asked is not None:

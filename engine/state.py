@@ -30,6 +30,7 @@ class ClientRecord:
     """What is remembered of a client that was asked at least once.
 
     `counted`: (round, attempt) in which its newest update that is in a committed model was asked for.
+    `failed`: failures in training since its last update.
     By speed: `pace` is its seconds per step as far as known, `given` (round, steps) what it was last given,
     `asked` when it was asked for them; None once it has answered, or where the time between tells nothing.
     `choice`: how its updates are encoded, where that is chosen.
@@ -42,6 +43,7 @@ class ClientRecord:
     completed: int = 0
     last_round: int = 0
     examples: int | None = None
+    failed: int = 0
     counted: tuple[int, int] | None = None
     pace: float | None = None
     given: tuple[int, int] | None = None

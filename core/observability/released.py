@@ -146,13 +146,14 @@ EVENTS: Mapping[str, EventKind] = {
             **_of(Tells.PUBLIC, "seconds epsilon central"),
         },
     ),
+    "round_skipped": EventKind(_WORDS, "round {round} is skipped, the model stays: " + IN_THE_LOG),
     "round_closed": EventKind(_WORDS, "round {round} is closed without a model: " + IN_THE_LOG),
     "attempt_failed": EventKind(_WORDS, "round {round}, attempt {attempt} failed: " + IN_THE_LOG),
     "client_failed": EventKind(
         _WORDS,
         "{client} did not answer: " + IN_THE_LOG,
         about=True,
-        detail={**_of(Tells.UPDATE, "kind action"), "phase": Tells.COHORT},
+        detail={**_of(Tells.UPDATE, "kind action"), **_of(Tells.COHORT, "phase failed cohort spare on_end")},
     ),
     "client_troubled": EventKind(
         _WORDS, about=True, detail=_of(Tells.UPDATE, "kind action") | {"phase": Tells.COHORT}

@@ -63,6 +63,7 @@ class SynchronousTraining:
         action = f"the round goes on without this silo: {never}" if never else ""
         if replacement is not None:
             action = f"asked {replacement} in its place"
+            attempt.awaited[replacement] = None
         self._context.drop(failure, now, action)
         if replacement is not None:
             self._replace(failure.site, replacement, now)

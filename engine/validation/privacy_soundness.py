@@ -9,6 +9,7 @@ from roundtable.core.privacy_table import (
     ExampleLevel,
     FtrlLevel,
     NoPrivacy,
+    OwnNoise,
     Private,
     has_secret_cohorts,
     masking_of,
@@ -31,6 +32,11 @@ def check_soundness(job: JobConfig, aggregation: AggregationConfig) -> None:
         raise PrivacyError(
             'cohort.strategy = "data_size": how many examples a silo has is private, and is not sent under '
             'differential privacy; choose "uniform", "poisson" or another strategy'
+        )
+    if job.cohort.on_failure == "skip" and not isinstance(privacy, OwnNoise):
+        raise PrivacyError(
+            f'cohort.on_failure = "skip": level {privacy.level!r} plans its noise over rounds that '
+            'all make a model; leave it at "pause"'
         )
     # What a simulation's server measures is of no silo's data.
     stops = job.stop.metric is not None and not job.stop.central

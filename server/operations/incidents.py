@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -75,6 +76,21 @@ _OF_SILOS: dict[str, tuple[Severity, str, str]] = {
 }
 
 
+def raised(severity: Severity, plight: Mapping[str, Any]) -> Severity:
+    """The severity of a silo's failure in training, one higher for each of these that holds.
+
+    - At least two silos and half of the cohort have failed in the attempt.
+    - The silo has failed at least three times since its last update.
+    - One more failure, and the attempt misses its quorum, or it is missed already.
+
+    An error at most: critical is what stops a job. Where privacy withholds these figures, it is the
+    severity of the kind.
+    """
+    failed, cohort, spare = plight.get("failed", 0), plight.get("cohort", 0), plight.get("spare", 1)
+    steps = (failed >= 2 and 2 * failed >= cohort) + (plight.get("on_end", 0) >= 3) + (spare <= 0)
+    return SEVERITIES[min(SEVERITIES.index(severity) + steps, SEVERITIES.index("error"))]
+
+
 def incident_of(told: Told[m.Note]) -> Incident | None:
     """The incident that an event of a job reports; None for events that report none."""
     note = told.value
@@ -87,6 +103,7 @@ def _kind_of_incident(note: m.Note) -> Incident | None:
         case "client_failed":
             kind = str(note.detail.get("kind", "node_failure"))
             severity, advice, action = _OF_SILOS.get(kind, _OF_SILOS["node_failure"])
+            severity = raised(severity, note.detail)
             action, phase = str(note.detail.get("action", action)), str(note.detail.get("phase", ""))
             return Incident(kind, severity, advice, action, phase=phase)
         case "client_troubled":
@@ -105,6 +122,11 @@ def _kind_of_incident(note: m.Note) -> Incident | None:
             advice = "look after the silos that the reason names; a longer deadline may help"
             action = "closed the round without a model, which stays charged, and went on with the next"
             return Incident("quorum_missed", "error", advice, action)
+        case "round_skipped":
+            advice = "look after the silos that the reason names, or ask for fewer updates (cohort.minimum)"
+            return Incident(
+                "quorum_missed", "error", advice, "went on with the next round and the same model"
+            )
         case "job_failed":
             advice = "mend what the reasons name and submit a new job; this one has spent its rounds"
             return Incident("quorum_missed", "critical", advice, "ended the job without a model")

@@ -36,6 +36,7 @@ INCIDENT_KINDS = (
     "update_excluded",
     "attempt_failed",
     "round_closed",
+    "round_skipped",
     "job_paused",
     "job_failed",
 )
