@@ -50,7 +50,8 @@ class CohortTable(Table):
         "uniform",
         min_length=1,
         description="how clients are chosen: uniform, data_size, reliability, diversity, poisson, "
-        "round_robin, an installed one, or file.py:function; accountants need uniform or poisson to amplify",
+        "round_robin, power_of_choice, oort, an installed one, or file.py:function; accountants need uniform "
+        "or poisson to amplify",
     )
     parameters: Open = Field(default_factory=dict, description="of a strategy that is not built in")
     probability: float | None = Field(
@@ -59,7 +60,21 @@ class CohortTable(Table):
     label: str | None = Field(
         None, description="diversity: the declared metadata key to balance, for example region"
     )
+    candidates: int | None = Field(
+        None,
+        ge=1,
+        description="power_of_choice: clients drawn, of whom those with most loss are asked; "
+        "default: 2 × size",
+    )
     deadline: Seconds = Field(600.0, gt=0, description="time for a round's training and upload")
+    deadline_percentile: Finite | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="a deadline that follows the cohort: deadline_slack × this quantile of what its clients' "
+        "last updates took, at most deadline; whoever is slower is left out, and their data with them",
+    )
+    deadline_slack: Finite = Field(1.5, ge=1, description="deadline_percentile: the factor on the quantile")
     wait: Seconds = Field(
         30.0, ge=0, description="how long to wait for size clients before starting with fewer"
     )
@@ -89,6 +104,10 @@ class CohortTable(Table):
             )
         if (self.strategy == "diversity") != (self.label is not None):
             raise ValueError('label belongs to strategy = "diversity", and is needed there')
+        if self.candidates is not None and self.strategy != "power_of_choice":
+            raise ValueError('candidates belongs to strategy = "power_of_choice"')
+        if self.candidates is not None and (self.size is None or self.candidates < self.size):
+            raise ValueError(f"candidates = {self.candidates}: state a size, and at least so many candidates")
         if self.size is not None and self.minimum is not None and self.minimum > self.size:
             raise ValueError(
                 f"minimum = {self.minimum} is above size = {self.size}: no round could ever succeed"

@@ -18,6 +18,8 @@ than the job asks for."""
 class ClientInfo:
     """What is declared about a client: `metadata` comes from the silo, `examples` from past rounds.
 
+    `selected` and `completed` count its committed rounds over all jobs before it came.
+
     One that is `held` finishes what it was asked, and is asked for nothing new. `link` is what was measured
     of its line before the job.
     """
@@ -27,3 +29,5 @@ class ClientInfo:
     examples: int | None = None
     held: Held | None = None
     link: LinkEstimate = UNKNOWN_LINK
+    selected: int = 0
+    completed: int = 0

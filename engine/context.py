@@ -14,7 +14,15 @@ from roundtable.engine import messages as m
 from roundtable.engine.encoding_choice import EncodingChoice
 from roundtable.engine.population import Population
 from roundtable.engine.selection import Candidate, Strategy
-from roundtable.engine.state import BUSY, Attempt, ClientRecord, EngineState, Line, chosen_chain, hops_after
+from roundtable.engine.state import (
+    BUSY,
+    Attempt,
+    ClientRecord,
+    EngineState,
+    InLine,
+    chosen_chain,
+    hops_after,
+)
 from roundtable.engine.steps_by_speed import pace_missed, pace_seen, steps_by_pace
 
 MOST_TROUBLES = 8
@@ -178,7 +186,9 @@ class JobContext:
             line = assignment.line
         else:
             assert attempt is not None
-            line = attempt.lines.setdefault(client, Line()) if waits else attempt.lines.get(client, Line())
+            line = (
+                attempt.lines.setdefault(client, InLine()) if waits else attempt.lines.get(client, InLine())
+            )
         began = line.since is not None and not waits
         line.turn(waits, now)
         return began
@@ -194,9 +204,11 @@ class JobContext:
         record, info = self.state.clients.get(name), self.population.info(name)
         if record is None:
             return Candidate(info)
-        if info.examples is None:
+        if record.examples is not None:
             info = replace(info, examples=record.examples)
-        return Candidate(info, record.selected, record.completed, record.last_round)
+        return Candidate(
+            info, record.selected, record.completed, record.last_round, record.loss, record.seconds
+        )
 
     def choose(self, names: Sequence[str], size: int, chance: np.random.Generator) -> list[str]:
         """The names that the job's strategy chooses, in order. Raises SelectionFailed where it cannot."""
@@ -226,9 +238,23 @@ class JobContext:
         """The client's record, made on first use."""
         return self.state.clients.setdefault(name, ClientRecord())
 
+    def deadline_for(self, cohort: Sequence[str]) -> float:
+        """Seconds that these clients have to train: as the job says, or as long as most of them took last.
+
+        That is not known before half of them have answered once.
+        """
+        table = self.job.cohort
+        records = (self.state.clients.get(name) for name in cohort)
+        took = [record.seconds for record in records if record is not None and record.seconds is not None]
+        if table.deadline_percentile is None or 2 * len(took) < max(1, len(cohort)):
+            return table.deadline
+        likely = table.deadline_slack * float(np.quantile(took, table.deadline_percentile))
+        return min(table.deadline, likely) if likely > 0 else table.deadline
+
     def count_selection(self, name: str, now: float) -> None:
         """The client has been chosen to train in the round that runs."""
         record = self.record(name)
+        record.called = now
         record.selected += 1
         record.last_round = self.attempt().round
         if self.job.transfer.automatic:

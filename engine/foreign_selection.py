@@ -17,8 +17,8 @@ from roundtable.core.config import CohortTable, JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.core.plugins.calls import as_function, check_call, check_parameters, foreign_call, named_at
 from roundtable.core.plugins.doors import resolve
-from roundtable.core.privacy_table import NoPrivacy, masking_of
-from roundtable.engine.selection import STRATEGIES, Candidate, Lookup, SelectionFailed, Strategy
+from roundtable.core.privacy_table import NoPrivacy, OwnNoise, masking_of
+from roundtable.engine.selection import BY_LOSS, STRATEGIES, Candidate, Lookup, SelectionFailed, Strategy
 
 ENTRY_POINT_GROUP = "roundtable.selection_strategies"
 _KIND = "selection strategy"
@@ -94,9 +94,23 @@ def find_strategy(cohort: CohortTable, folder: Path | None = None) -> Strategy:
     return ForeignStrategy(name, declared, cohort.parameters)
 
 
+_TIMED = (
+    "who is late then depends on how long other rounds took, at silos whose work depends on their data, and "
+    "this level's guarantee rests on the opposite; leave it out"
+)
+
+
 def check_strategy(job: JobConfig, strategy: Strategy) -> None:
     """Raises PrivacyError where somebody else's strategy may look at what the job's privacy hides."""
     private = not isinstance(job.privacy, NoPrivacy) or masking_of(job.privacy) is not None
+    if private and job.cohort.strategy in BY_LOSS:
+        raise PrivacyError(
+            f"cohort.strategy = {job.cohort.strategy!r} chooses by the losses that silos tell, which privacy "
+            'levels and secure aggregation hide; choose "uniform", "reliability" or another strategy'
+        )
+    free = isinstance(job.privacy, NoPrivacy | OwnNoise) and masking_of(job.privacy) is None
+    if job.cohort.deadline_percentile is not None and not free:
+        raise PrivacyError(f"cohort.deadline_percentile: {_TIMED}")
     if private and isinstance(strategy, ForeignStrategy) and not strategy.declared.blind:
         raise PrivacyError(
             f"cohort.strategy = {strategy.name!r} may choose by how many examples silos have and who has "
@@ -108,4 +122,5 @@ def check_strategy(job: JobConfig, strategy: Strategy) -> None:
 
 def _blinded(candidate: Candidate) -> Candidate:
     """What does not depend on a client's data: who it is, what is declared of it, when it was asked."""
-    return replace(candidate, info=replace(candidate.info, examples=None), completed=candidate.selected)
+    info = replace(candidate.info, examples=None, completed=candidate.info.selected)
+    return replace(candidate, info=info, completed=candidate.selected, loss=None, seconds=None)

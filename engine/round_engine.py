@@ -271,9 +271,11 @@ class RoundEngine:
         record = self.state.clients[client]
         record.examples, record.failed = update.examples or record.examples, 0
         self._context.learn(lost or update, now)
-        detail: dict[str, Any] = {"examples": update.examples, **vars(update.vector)}
-        if update.asked is not None:
-            detail["asked"] = update.asked[0]
+        if not lost:
+            line = assignment.line if assignment is not None else attempt.lines.get(client)
+            record.took(now, line, update.loss)
+        asked = {} if update.asked is None else {"asked": update.asked[0]}
+        detail = {"examples": update.examples, **vars(update.vector), **asked}
         message = f"{client} delivered its update{' again' if lost else ''}"
         self._context.note("update_received", message, client, detail)
         self._phases.proceed(m.TRAIN, now)

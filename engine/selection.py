@@ -7,6 +7,7 @@ of the clients' properties: privacy accountants can amplify by them, and by no o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,17 +25,24 @@ from roundtable.engine.state import EngineState
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a strategy may know of a client. Counts are over the job's past rounds."""
+    """What a strategy may know of a client. Counts are over the job's past rounds.
+
+    `loss` is the mean training loss that it told last, `seconds` what its last update took, without time in
+    line at it; None where not known.
+    """
 
     info: ClientInfo
     selected: int = 0
     completed: int = 0
     last_round: int = 0
+    loss: float | None = None
+    seconds: float | None = None
 
     @property
     def reliability(self) -> float:
-        """Estimated probability of answering: (completed + 1) / (selected + 1); new clients get 1."""
-        return min(1.0, (self.completed + 1) / (self.selected + 1))
+        """Estimated probability of answering, over all jobs: (completed + 1) / (selected + 1); 1 if new."""
+        completed, selected = self.completed + self.info.completed, self.selected + self.info.selected
+        return min(1.0, (completed + 1) / (selected + 1))
 
 
 class SelectionFailed(RoundtableError):
@@ -73,10 +81,7 @@ def data_size(
 
     A client whose count is not known yet counts as the mean of those known.
     """
-    counts = [lookup(name).info.examples for name in names]
-    known = [count for count in counts if count is not None]
-    typical = sum(known) / len(known) if known else 1.0
-    return _weighted(names, size, chance, [typical if count is None else float(count) for count in counts])
+    return _weighted(names, size, chance, _typical([lookup(name).info.examples for name in names]))
 
 
 def reliability(
@@ -114,6 +119,70 @@ def round_robin(
     return sorted(names, key=lambda name: (lookup(name).last_round, name))[:size]
 
 
+def power_of_choice(
+    names: Sequence[str], size: int, chance: np.random.Generator, lookup: Lookup, cohort: CohortTable
+) -> list[str]:
+    """Those with the highest losses among `cohort.candidates` drawn by data size (Cho et al. 2020, π_rpow-d).
+
+    The loss is what a client told with its last update; one that was never asked goes before all others.
+    """
+    drawn = data_size(
+        names, min(len(names), max(size, cohort.candidates or 2 * size)), chance, lookup, cohort
+    )
+    known = [lookup(name) for name in drawn]
+    losses = _typical([each.loss for each in known])
+    ranked = [math.inf if not each.completed else loss for each, loss in zip(known, losses, strict=True)]
+    order = sorted(range(len(drawn)), key=lambda i: -ranked[i])
+    return [drawn[i] for i in order[:size]]
+
+
+OORT_EXPLORATION, OORT_DECAY, OORT_LEAST = 0.9, 0.98, 0.2
+OORT_CUT, OORT_CLIP, OORT_STRAGGLER, OORT_STALENESS = 0.95, 0.95, 2.0, 0.1
+
+
+def oort(
+    names: Sequence[str], size: int, chance: np.random.Generator, lookup: Lookup, cohort: CohortTable
+) -> list[str]:
+    """Guided selection (Lai et al. 2021, "Oort", Algorithm 1): most of a cohort by utility, a part untried.
+
+    The utility of a client that has answered is examples × |loss|, in the place of examples × the root mean
+    square of its losses, which no silo tells; clipped at the 95th percentile and divided by the largest; plus
+    √(0.1 · ln R / L), R being the round and L its last; times (T / t)² where its time t is above T, the
+    median of the times that are known (the paper's pacer moves T). Who lies above 95% of the last one that
+    would be taken is drawn by utility. The share of untried ones is 0.9 · 0.98^(R-1), at least 0.2; nobody's
+    speed is known before, so they are drawn by their reliability over all jobs.
+    """
+    known = [lookup(name) for name in names]
+    tried = [i for i, each in enumerate(known) if each.completed]
+    fresh = [i for i, each in enumerate(known) if not each.completed]
+    round = 1 + max((each.last_round for each in known), default=0)
+    share = max(OORT_LEAST, OORT_EXPLORATION * OORT_DECAY ** (round - 1))
+    new = min(len(fresh), max(size - len(tried), math.ceil(share * size)))
+    chosen = _weighted([names[i] for i in fresh], new, chance, [known[i].reliability for i in fresh])
+    if new < size:
+        utility = _utilities([known[i] for i in tried], round)
+        cut = OORT_CUT * np.sort(utility)[-(size - new)]
+        above = [place for place, value in enumerate(utility) if value >= cut]
+        weights = [float(utility[place]) for place in above]
+        chosen += _weighted([names[tried[place]] for place in above], size - new, chance, weights)
+    return chosen
+
+
+def _utilities(tried: Sequence[Candidate], round: int) -> np.ndarray:
+    counts = np.array(_typical([each.info.examples for each in tried]))
+    losses = np.abs(_typical([each.loss for each in tried]))
+    value = np.minimum(counts * losses, np.quantile(counts * losses, OORT_CLIP))
+    value = value / max(float(value.max()), 1e-12)
+    value = value + np.sqrt(
+        OORT_STALENESS * math.log(round) / np.maximum([each.last_round for each in tried], 1)
+    )
+    times = np.array(_typical([each.seconds for each in tried]))
+    preferred = float(np.median(times))
+    slow = times > preferred
+    value[slow] *= (preferred / times[slow]) ** OORT_STRAGGLER
+    return np.asarray(value)
+
+
 STRATEGIES: Mapping[str, Strategy] = {
     "uniform": uniform,
     "poisson": poisson,
@@ -121,7 +190,11 @@ STRATEGIES: Mapping[str, Strategy] = {
     "reliability": reliability,
     "diversity": diversity,
     "round_robin": round_robin,
+    "power_of_choice": power_of_choice,
+    "oort": oort,
 }
+BY_LOSS = ("power_of_choice", "oort")
+"""Strategies that need what silos tell of their training."""
 
 
 def is_amplified(job: JobConfig) -> bool:
@@ -186,6 +259,13 @@ def rested(names: Sequence[str], state: EngineState) -> Sequence[str]:
         return names
     recent = {name for contributors in state.summary.recent for name in contributors}
     return [name for name in names if name not in recent] if recent else names
+
+
+def _typical(values: Sequence[float | int | None]) -> list[float]:
+    """The values; the mean of the others where one is not known, 1 where none is."""
+    known = [float(value) for value in values if value is not None]
+    typical = sum(known) / len(known) if known else 1.0
+    return [typical if value is None else float(value) for value in values]
 
 
 def _weighted(

@@ -30,7 +30,8 @@ class ClientRecord:
     """What is remembered of a client that was asked at least once.
 
     `counted`: (round, attempt) in which its newest update that is in a committed model was asked for.
-    `failed`: failures in training since its last update.
+    `failed`: failures in training since its last update. `called` is when it was chosen to train, `seconds`
+    what its last update took since then, without time in line, `loss` the training loss that came with it.
     By speed: `pace` is its seconds per step as far as known, `given` (round, steps) what it was last given,
     `asked` when it was asked for them; None once it has answered, or where the time between tells nothing.
     `choice`: how its updates are encoded, where that is chosen.
@@ -44,15 +45,24 @@ class ClientRecord:
     last_round: int = 0
     examples: int | None = None
     failed: int = 0
+    called: float = 0.0
+    seconds: float | None = None
+    loss: float | None = None
     counted: tuple[int, int] | None = None
     pace: float | None = None
     given: tuple[int, int] | None = None
     asked: float | None = None
     choice: EncodingChoice | None = None
 
+    def took(self, now: float, line: InLine | None, loss: float | None) -> None:
+        """Its update has arrived, after it stood in `line` at the client."""
+        waited = 0.0 if line is None else line.until(now)
+        self.seconds = max(0.0, now - self.called - waited)
+        self.loss = self.loss if loss is None else loss
+
 
 @dataclass
-class Line:
+class InLine:
     """How long a step stood in line at its silo: `seconds`, and now again where there is a `since`."""
 
     since: float | None = None
@@ -81,7 +91,7 @@ class Assignment:
     since: float
     deadline: float
     away: bool = False
-    line: Line = field(default_factory=Line)
+    line: InLine = field(default_factory=InLine)
 
     @property
     def step(self) -> Step:
@@ -138,7 +148,7 @@ class Attempt:
     replacements: dict[str, str] = field(default_factory=dict)
     unmeasured: str = ""
     population: int = 1
-    lines: dict[str, Line] = field(default_factory=dict)
+    lines: dict[str, InLine] = field(default_factory=dict)
 
     @property
     def step(self) -> Step:
@@ -265,12 +275,12 @@ def _client(plain: Mapping[str, Any]) -> ClientRecord:
 
 
 def _assignment(plain: Mapping[str, Any]) -> Assignment:
-    return Assignment(**{**plain, "line": Line(**plain.get("line", {}))})
+    return Assignment(**{**plain, "line": InLine(**plain.get("line", {}))})
 
 
 def _attempt(plain: Mapping[str, Any]) -> Attempt:
     values = dict(plain)
-    values["lines"] = {name: Line(**line) for name, line in values.get("lines", {}).items()}
+    values["lines"] = {name: InLine(**line) for name, line in values.get("lines", {}).items()}
     values["cohort"] = tuple(values["cohort"])
     values["updates"] = _updates(values["updates"])
     values["lost"] = _updates(values.get("lost", {}))

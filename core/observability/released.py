@@ -135,7 +135,7 @@ EVENTS: Mapping[str, EventKind] = {
     "round_started": EventKind(
         (Tells.COHORT,),
         "round {round}: the cohort is secret",
-        detail={"cohort": Tells.COHORT, "steps": Tells.COHORT, "minimum": Tells.PUBLIC},
+        detail={**_of(Tells.COHORT, "cohort steps seconds"), "minimum": Tells.PUBLIC},
     ),
     "round_committed": EventKind(
         detail={

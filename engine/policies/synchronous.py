@@ -205,11 +205,13 @@ class SynchronousTraining:
     def _begin_training(self, now: float) -> Decision:
         attempt = self._context.attempt()
         attempt.phase = m.TRAIN
-        attempt.deadline = attempt.due = now + self._job.cohort.deadline
+        seconds = self._context.deadline_for(attempt.cohort)
+        attempt.deadline = attempt.due = now + seconds
         self._context.status("running", f"round {attempt.round} of {self._job.rounds}")
         for name in attempt.cohort:
             self._context.count_selection(name, now)
         detail: dict[str, Any] = {"cohort": list(attempt.cohort), "minimum": attempt.minimum}
+        detail["seconds"] = seconds
         if steps := self._context.assign(attempt.cohort, now):
             detail["steps"] = steps
         names = ", ".join(attempt.cohort[:8]) + (" …" if len(attempt.cohort) > 8 else "") or "nobody"

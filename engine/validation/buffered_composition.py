@@ -22,6 +22,11 @@ def check_buffered(job: JobConfig) -> None:
             "is asked, depends on the silos' data, which the accountant of a noisy sum does not allow; use "
             '"client_local" or "example", where each silo keeps an account of its own'
         )
+    if cohort.deadline_percentile is not None:
+        raise ConfigError(
+            f"cohort.deadline_percentile is of a cohort that is asked at one time, and {mode} asks each "
+            "client by itself; leave it out"
+        )
     if cohort.strategy == "poisson":
         raise ConfigError(
             f'cohort.strategy = "poisson" draws one cohort for each round, and {mode} draws none; '

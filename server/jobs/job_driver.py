@@ -97,7 +97,8 @@ def plan_of(
 
 def client_info(job: JobConfig, agent: AgentRow, link: LinkEstimate) -> m.ClientInfo:
     """What the engine of the job may know of an agent, and of its line."""
-    return m.ClientInfo(agent.name, agent.metadata, agent.examples, held_for(job, agent), link)
+    held, counts = held_for(job, agent), (agent.selected, agent.completed)
+    return m.ClientInfo(agent.name, agent.metadata, agent.size, held, link, *counts)
 
 
 def layout_of(model: str, services: JobServices) -> Layout:

@@ -24,7 +24,7 @@ from roundtable.core.failpoints import failpoint
 from roundtable.core.foreign_text import printable
 from roundtable.core.layout import Layout
 from roundtable.core.observability.logs import belongs_to
-from roundtable.core.observability.released import Told
+from roundtable.core.observability.released import Tells, Told, is_told
 from roundtable.engine import EngineView, RoundEngine
 from roundtable.engine import messages as m
 from roundtable.engine.state import chosen_chain
@@ -350,12 +350,19 @@ class JobRunner:
             updates=batch.updates,
             artifacts=batch.artifacts,
             records=batch.records,
+            learnt=self._learnt(batch),
             released=_released(batch.actions),
             best=(row.best_model, row.best_round, row.best_value) if row.best_model else None,
         )
         await self._until_written(step, place)
         failpoint("transition_stored", *place)
         self.row = replace(row, version=step.version, status=step.status, reason=step.reason, updated=now)
+
+    def _learnt(self, batch: PendingTransition) -> dict[str, int]:
+        """Example counts of silos, where the job lets them tell any."""
+        if not is_told(self.job.privacy, Tells.SILO):
+            return {}
+        return {update.client: update.examples for update in batch.updates if update.receipt == "accepted"}
 
     async def _until_written(self, step: Transition, place: tuple[int, str]) -> None:
         def write(connection: Connection) -> None:

@@ -86,8 +86,8 @@ def raised(severity: Severity, plight: Mapping[str, Any]) -> Severity:
     An error at most: critical is what stops a job. Where privacy withholds these figures, it is the
     severity of the kind.
     """
-    failed, cohort, spare = plight.get("failed", 0), plight.get("cohort", 0), plight.get("spare", 1)
-    steps = (failed >= 2 and 2 * failed >= cohort) + (plight.get("on_end", 0) >= 3) + (spare <= 0)
+    failed, cohort, spare = (int(plight.get(name, 1)) for name in ("failed", "cohort", "spare"))
+    steps = (failed >= 2 and 2 * failed >= cohort) + (int(plight.get("on_end", 0)) >= 3) + (spare <= 0)
     return SEVERITIES[min(SEVERITIES.index(severity) + steps, SEVERITIES.index("error"))]
 
 

@@ -48,7 +48,7 @@ from roundtable.server.services.stale_backup import forgotten
 from roundtable.server.services.uploads import Part, Uploads
 from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import AgentRow
-from roundtable.server.store.agent_rows import drain, last_seen, remember
+from roundtable.server.store.agent_rows import drain, remember, stored_client
 
 log = logging.getLogger("roundtable.server.services.agents")
 
@@ -119,16 +119,18 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 async with asyncio.timeout(GOODBYE_SECONDS):
                     await anext(line.requests)
             return
-        before = await self._services.database.read(lambda connection: last_seen(connection, client.name))
+        stored = await self._services.database.read(lambda c: stored_client(c, client.name))
+        if stored is not None:
+            client = client.with_record(stored)
         await self._services.together.write(lambda connection: remember(connection, client))
         await line.write(agent_pb2.ToAgent(welcome=welcome))
         session = self._services.sessions.open(client, line.shown)
         session.revocations, session.clone = welcome.revocations, clone
         listening = asyncio.get_running_loop().create_task(self._listen(session, line.requests))
         try:
-            if before is not None:
+            if stored is not None:
                 # A line that breaks is noticed late.
-                since = before - BREAKS_NOTICED * self._services.sessions.heartbeat
+                since = stored.last_seen - BREAKS_NOTICED * self._services.sessions.heartbeat
                 await self._jobs.tell_what_ended(client, since)
             await self._reports.greet(client.name)
             while (message := await session.outbox.get()) is not None:

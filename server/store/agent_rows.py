@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -34,10 +35,18 @@ def remember(connection: Connection, client: AgentRow) -> None:
         connection.execute(sa.insert(tables.clients).values(fresh))
 
 
-def last_seen(connection: Connection, name: str) -> float | None:
-    """When the agent's connection began or ended last; None for one that has never come."""
-    query = sa.select(tables.clients.c.last_seen).where(tables.clients.c.name == name)
-    return connection.execute(query).scalar_one_or_none()
+def stored_client(connection: Connection, name: str) -> AgentRow | None:
+    """The agent as it was when its connection began or ended last; None for one that has never come."""
+    row = connection.execute(sa.select(tables.clients).where(tables.clients.c.name == name)).first()
+    return None if row is None else AgentRow.of(row)
+
+
+def learn(connection: Connection, examples: Mapping[str, int]) -> None:
+    """Stores how many examples the newest updates of agents came from, where jobs let them tell."""
+    for name, count in examples.items():
+        connection.execute(
+            sa.update(tables.clients).where(tables.clients.c.name == name).values(examples=count)
+        )
 
 
 def seen(connection: Connection, name: str, time: float) -> None:

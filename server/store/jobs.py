@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from sqlalchemy.engine import Connection
 from roundtable.core.errors import ConfigError
 from roundtable.core.observability.released import Told
 from roundtable.server.store import tables
+from roundtable.server.store.agent_rows import learn
 from roundtable.server.store.artifacts import note_artifact
 from roundtable.server.store.audit import append_rounds
 from roundtable.server.store.database import LeaseLost
@@ -49,7 +50,7 @@ class Transition:
     `records` are committed rounds as JSON objects with at least round, attempt, model, optimizer,
     cohort, contributors, charge and ended; each is written exactly once. `released` names the
     (round, attempt) whose new model is shown to anybody from now on. `best` is (model, round, value) of the
-    best model, where the job keeps it.
+    best model, where the job keeps it; `learnt` are example counts of agents.
     """
 
     job: str
@@ -65,6 +66,7 @@ class Transition:
     records: list[Told[dict[str, Any]]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
     best: tuple[str, int, float] | None = None
+    learnt: Mapping[str, int] = field(default_factory=dict)
 
 
 def insert_job(
@@ -104,6 +106,7 @@ def apply(connection: Connection, step: Transition) -> None:
     for record in records:
         _insert_record(connection, step.job, record)
     _insert_updates(connection, step.job, step.updates)
+    learn(connection, step.learnt)
     insert_events(connection, step.job, step.events)
     charged = [(r["round"], r["attempt"]) for r in records if r["charge"]]
     settle(connection, step.job, [*step.released, *charged], over=step.status in FINAL)

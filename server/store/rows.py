@@ -120,6 +120,17 @@ class AgentRow:
         values["link"] = LinkEstimate.from_plain(json.loads(link)) if link else UNKNOWN_LINK
         return cls(**values)
 
+    def with_record(self, stored: AgentRow) -> AgentRow:
+        """With what is stored of its work over all jobs."""
+        return replace(self, selected=stored.selected, completed=stored.completed, examples=stored.examples)
+
+    @property
+    def size(self) -> int | None:
+        """Examples of its newest update, else what it declares as metadata `examples`; None for neither."""
+        declared = self.metadata.get("examples", "")
+        stated = int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 16 else None
+        return stated if self.examples is None else self.examples
+
     def offers(self, task: str) -> bool:
         """Whether the agent has a task, by its whole name or by its file's stem (`digits.py:Digits`)."""
         return task in self.tasks or Path(task.partition(":")[0]).stem in self.tasks

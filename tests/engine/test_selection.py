@@ -112,3 +112,42 @@ def test_numbered_clients_remember_only_who_is_away() -> None:
     assert list(clients.free()) == ["client-0", "client-1", "client-3", "client-4"]
     clients.join(ClientInfo("client-2"), online=True)
     assert len(clients.free()) == 5
+
+
+def test_reliability_counts_all_jobs_from_the_first_round_on() -> None:
+    others = {n: Candidate(ClientInfo(n, selected=9, completed=9)) for n in "abc"}
+    never = {"d": Candidate(ClientInfo("d", selected=9, completed=0))}
+    counts = draw("reliability", 1, 8000, **others, **never)
+    observed = [counts[(n,)] for n in NAMES]
+    assert stats.chisquare(observed, [8000 * share / 31 for share in (10, 10, 10, 1)]).pvalue > 0.001
+
+
+def test_power_of_choice_takes_the_highest_loss_of_those_drawn() -> None:
+    losses = dict(zip(NAMES, [4.0, 3.0, 2.0, 1.0], strict=True))
+    known = {n: Candidate(ClientInfo(n, examples=1), 1, 1, 1, loss) for n, loss in losses.items()}
+    cohort = CohortTable(strategy="power_of_choice", size=1, candidates=2)
+    counts = draw("power_of_choice", 1, 6000, cohort, **known)
+    # Of the six pairs `a` is in three, and first in each; `d` is first in none.
+    assert stats.chisquare([counts[(n,)] for n in "abc"], [3000, 2000, 1000]).pvalue > 0.001
+    untried = {**known, "d": Candidate(ClientInfo("d", examples=1))}
+    assert draw("power_of_choice", 1, 100, cohort.model_copy(update={"candidates": 4}), **untried) == {
+        ("d",): 100
+    }
+
+
+def test_oort_draws_by_utility_above_the_cut_and_tries_new_ones() -> None:
+    """Worked out by hand: a 1, b 0.98, c 0.5, d (1 + s) / 4, with s = √(0.1 · ln 5 / 4) added to each."""
+
+    def client(name: str, examples: int, seconds: float) -> Candidate:
+        return Candidate(ClientInfo(name, examples=examples), 4, 4, 4, 1.0, seconds)
+
+    known = {n: client(n, e, t) for n, e, t in [("a", 100, 10.0), ("b", 98, 10.0), ("c", 50, 10.0)]}
+    counts = draw("oort", 1, 8000, CohortTable(strategy="oort", size=1), **known, d=client("d", 100, 20.0))
+    stale = (0.1 * np.log(5) / 4) ** 0.5
+    expected = np.array([1 + stale, 0.98 + stale])
+    assert set(counts) == {("a",), ("b",)}
+    observed = [counts[(n,)] for n in "ab"]
+    assert stats.chisquare(observed, 8000 * expected / expected.sum()).pvalue > 0.001
+    # In round 5 a share of 0.9 · 0.98⁴ = 0.83 of three is tried anew, while there are new ones.
+    some = {"a": known["a"], "b": known["b"]}
+    assert all({"c", "d"} <= set(chosen) for chosen in draw("oort", 3, 100, **some))
