@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from roundtable.core.config import CohortTable, JobConfig
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.core.job_tables.cohort_table import CohortTable
 from roundtable.core.plugins.calls import as_function, check_call, check_parameters, foreign_call, named_at
 from roundtable.core.plugins.doors import resolve
 from roundtable.core.privacy_table import NoPrivacy, OwnNoise, masking_of

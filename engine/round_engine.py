@@ -268,16 +268,14 @@ class RoundEngine:
         lost = attempt.lost.pop(client, None)
         (attempt.updates if attempt.phase == m.TRAIN else self.state.buffer)[client] = lost or update
         self._context.mark(client, "done", now)
-        record = self.state.clients[client]
-        record.examples, record.failed = update.examples or record.examples, 0
         self._context.learn(lost or update, now)
+        line = assignment.line if assignment is not None else attempt.lines.get(client)
         if not lost:
-            line = assignment.line if assignment is not None else attempt.lines.get(client)
-            record.took(now, line, update.loss)
-        asked = {} if update.asked is None else {"asked": update.asked[0]}
-        detail = {"examples": update.examples, **vars(update.vector), **asked}
-        message = f"{client} delivered its update{' again' if lost else ''}"
-        self._context.note("update_received", message, client, detail)
+            self.state.clients[client].took(now, line, update)
+        detail = {"examples": update.examples, **vars(update.vector)}
+        detail |= {} if update.asked is None else {"asked": update.asked[0]}
+        again = " again" if lost else ""
+        self._context.note("update_received", f"{client} delivered its update{again}", client, detail)
         self._phases.proceed(m.TRAIN, now)
 
     def _on_client_failed(self, event: m.ClientFailed, now: float) -> None:

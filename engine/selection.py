@@ -14,8 +14,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from roundtable.core.config import CohortTable, JobConfig
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import RoundtableError
+from roundtable.core.job_tables.cohort_table import CohortTable
 from roundtable.core.privacy_table import groups_of, has_secret_cohorts
 from roundtable.core.seeds import derive_seed
 from roundtable.engine.clients import ClientInfo

@@ -54,11 +54,12 @@ class ClientRecord:
     asked: float | None = None
     choice: EncodingChoice | None = None
 
-    def took(self, now: float, line: InLine | None, loss: float | None) -> None:
+    def took(self, now: float, line: InLine | None, update: Update) -> None:
         """Its update has arrived, after it stood in `line` at the client."""
         waited = 0.0 if line is None else line.until(now)
-        self.seconds = max(0.0, now - self.called - waited)
-        self.loss = self.loss if loss is None else loss
+        self.seconds, self.failed = max(0.0, now - self.called - waited), 0
+        self.examples = update.examples or self.examples
+        self.loss = self.loss if update.loss is None else update.loss
 
 
 @dataclass

@@ -16,8 +16,8 @@ from roundtable.cli.main import run
 from roundtable.client.join import join
 from roundtable.client.policy.config import AgentConfig, PolicyTable
 from roundtable.core import JobConfig, load_task
-from roundtable.core.config import CohortTable
 from roundtable.core.initial_model import initial_model
+from roundtable.core.job_tables.cohort_table import CohortTable
 from roundtable.privacy import compose
 from roundtable.privacy.example_level import SiloAccount
 from roundtable.privacy.statement import DRAWN_SILOS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from roundtable.core.config import CohortTable
+from roundtable.core.job_tables.cohort_table import CohortTable
 from roundtable.engine import STRATEGIES, Candidate, NumberedClients, NumberedNames
 from roundtable.engine.messages import ClientInfo
 
