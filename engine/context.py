@@ -190,6 +190,8 @@ class JobContext:
                 attempt.lines.setdefault(client, InLine()) if waits else attempt.lines.get(client, InLine())
             )
         began = line.since is not None and not waits
+        if waits:
+            self.forget_time([client])
         line.turn(waits, now)
         return began
 
