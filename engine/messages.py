@@ -336,10 +336,9 @@ class RoundRecord:
 
     `evaluation` is of the model that the round has made, `before` of the one that it began with, `central` of
     the new one on the server's own test data, in a simulation. `staleness`: how many models old each update's
-    own was, in buffered rounds. `closed`: why no model was made; `model` is then the one before. `withheld`
-    names fields that are empty here because they may not be told. `population`: how many clients there were.
-    `transfers`: of each update what its way took (`TransferFigures.known`). `excused` had no turn.
-    """
+    own was, if buffered. `closed`: why no model was made; `model` is the one before. `withheld` names fields
+    that may not be told. `population`: how many clients there were; `excused` had no turn at their silo.
+    `transfers`: of each update what its way took (`TransferFigures.known`)."""
 
     round: int
     attempt: int

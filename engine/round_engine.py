@@ -259,8 +259,7 @@ class RoundEngine:
         update, client = event.update, event.update.client
         if self.wants(client, event.step) != "wanted":
             return
-        attempt = self._context.attempt()
-        assignment = self.state.at_work.pop(client, None)
+        attempt, assignment = self._context.attempt(), self.state.at_work.pop(client, None)
         if assignment is not None:
             update = replace(update, asked=(assignment.round, assignment.attempt))
         attempt.awaited.pop(client, None)
@@ -269,13 +268,13 @@ class RoundEngine:
         (attempt.updates if attempt.phase == m.TRAIN else self.state.buffer)[client] = lost or update
         self._context.mark(client, "done", now)
         self._context.learn(lost or update, now)
-        line = assignment.line if assignment is not None else attempt.lines.get(client)
         if not lost:
+            line = assignment.line if assignment else attempt.lines.get(client)
             self.state.clients[client].took(now, line, update)
-        detail = {"examples": update.examples, **vars(update.vector)}
-        detail |= {} if update.asked is None else {"asked": update.asked[0]}
-        again = " again" if lost else ""
-        self._context.note("update_received", f"{client} delivered its update{again}", client, detail)
+        asked = {} if update.asked is None else {"asked": update.asked[0]}
+        detail = {"examples": update.examples, **vars(update.vector), **asked}
+        message = f"{client} delivered its update{' again' if lost else ''}"
+        self._context.note("update_received", message, client, detail)
         self._phases.proceed(m.TRAIN, now)
 
     def _on_client_failed(self, event: m.ClientFailed, now: float) -> None:

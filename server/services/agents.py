@@ -120,8 +120,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                     await anext(line.requests)
             return
         stored = await self._services.database.read(lambda c: stored_client(c, client.name))
-        if stored is not None:
-            client = client.with_record(stored)
+        client = client.with_record(stored)
         await self._services.together.write(lambda connection: remember(connection, client))
         await line.write(agent_pb2.ToAgent(welcome=welcome))
         session = self._services.sessions.open(client, line.shown)
@@ -129,7 +128,6 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         listening = asyncio.get_running_loop().create_task(self._listen(session, line.requests))
         try:
             if stored is not None:
-                # A line that breaks is noticed late.
                 since = stored.last_seen - BREAKS_NOTICED * self._services.sessions.heartbeat
                 await self._jobs.tell_what_ended(client, since)
             await self._reports.greet(client.name)

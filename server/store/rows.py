@@ -120,8 +120,10 @@ class AgentRow:
         values["link"] = LinkEstimate.from_plain(json.loads(link)) if link else UNKNOWN_LINK
         return cls(**values)
 
-    def with_record(self, stored: AgentRow) -> AgentRow:
-        """With what is stored of its work over all jobs."""
+    def with_record(self, stored: AgentRow | None) -> AgentRow:
+        """With what is stored of its work over all jobs; as it is where it has never come."""
+        if stored is None:
+            return self
         return replace(self, selected=stored.selected, completed=stored.completed, examples=stored.examples)
 
     @property
