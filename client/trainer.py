@@ -46,7 +46,7 @@ class StepWork:
     is in the model or in one before it; `steps` those to take, where the coordinator gives them, and
     `encoding` the chain for the update, "" for the job's. `trouble` hears of an incident that does not end
     the work: its kind (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
-    `in_line` hears that the step stands in line behind others (True), and then that its turn has come (False).
+    `in_line` hears that the step stands in line behind others (True), and that its turn has come (False).
     """
 
     step: StepKey

@@ -274,9 +274,10 @@ class JobContext:
                 "encoding_changed", f"{name} sends {choice.encoding} after {before}: {why}", name, detail
             )
 
-    def learn(self, update: m.Update, now: float) -> None:
-        """Takes in what the client's update tells of it; one that is sent again tells the same once more."""
-        record = self.state.clients[update.client]
+    def done(self, client: str, update: m.Update, now: float) -> None:
+        """The client's update is here; one that is sent again tells the same of it once more."""
+        self.mark(client, "done", now)
+        record = self.state.clients[client]
         record.examples = update.examples or record.examples
         if record.choice is not None and update.transfer is not None:
             record.choice.learn(self.job.transfer, update.transfer, self.updates_wanted, now)

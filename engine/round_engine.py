@@ -266,11 +266,10 @@ class RoundEngine:
         update = replace(update, steps=self._context.see_pace(client, now))
         lost = attempt.lost.pop(client, None)
         (attempt.updates if attempt.phase == m.TRAIN else self.state.buffer)[client] = lost or update
-        self._context.mark(client, "done", now)
-        self._context.learn(lost or update, now)
+        self._context.done(client, lost or update, now)
         if not lost:
-            line = assignment.line if assignment else attempt.lines.get(client)
-            self.state.clients[client].took(now, line, update)
+            took = self.state.clients[client].took
+            took(now, assignment.line if assignment else attempt.lines.get(client), update)
         asked = {} if update.asked is None else {"asked": update.asked[0]}
         detail = {"examples": update.examples, **vars(update.vector), **asked}
         message = f"{client} delivered its update{' again' if lost else ''}"

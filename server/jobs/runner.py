@@ -360,9 +360,8 @@ class JobRunner:
 
     def _learnt(self, batch: PendingTransition) -> dict[str, int]:
         """Example counts of silos, where the job lets them tell any."""
-        if not is_told(self.job.privacy, Tells.SILO):
-            return {}
-        return {update.client: update.examples for update in batch.updates if update.receipt == "accepted"}
+        told = is_told(self.job.privacy, Tells.SILO)
+        return {each.client: each.examples for each in batch.updates if told and each.receipt == "accepted"}
 
     async def _until_written(self, step: Transition, place: tuple[int, str]) -> None:
         def write(connection: Connection) -> None:
