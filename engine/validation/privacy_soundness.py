@@ -54,12 +54,12 @@ def check_soundness(job: JobConfig, aggregation: AggregationConfig) -> None:
 
 
 def _check_drawn_noise(job: JobConfig, privacy: Private) -> None:
-    """Refuses noise under which a sample hides nothing: no accountant tells its epsilon in time."""
+    """Refuses noise under which a sample hides nothing: only a Rényi curve tells its epsilon in time."""
     noise = privacy.noise_multiplier
     drawn = isinstance(privacy, ExampleLevel) or (
         job.cohort.strategy == "poisson" and has_secret_cohorts(privacy)
     )
-    if drawn and noise is not None and noise < LEAST_DRAWN_NOISE:
+    if drawn and privacy.accountant != "rdp" and noise is not None and noise < LEAST_DRAWN_NOISE:
         raise PrivacyError(
             f"privacy.noise_multiplier = {noise:g}: nobody is protected by so little noise. One step that a "
             f"unit takes part in costs an epsilon above {1 / (2 * noise * noise):.3g}, and drawing units by "

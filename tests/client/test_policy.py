@@ -34,6 +34,7 @@ from roundtable.client.policy.privacy_rules import objections_to_sum, stated_eps
 from roundtable.client.policy.rules import Rules
 from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.client.step_key import StepKey
+from roundtable.client.trainer import TrainedUpdate
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AuditError, ConfigError
@@ -261,7 +262,8 @@ def test_no_count_leaves_with_the_progress_of_private_work(silo: AgentConfig, ac
     gate, seen = gatekeeper(silo), ProgressFigures(7, 9, 0.5)
     assert gate.working(job(), seen) == Told(seen)
     assert gate.working(job(EXAMPLE + activity), seen) is None
-    assert gate.trained(job(EXAMPLE + activity), 7, {"loss": (3.5, 7)}).value == UpdateFigures(1)
+    update = TrainedUpdate("0" * 64, 4, 7, {"loss": (3.5, 7)})
+    assert gate.trained(job(EXAMPLE + activity), update).value == UpdateFigures(1)
     closed = gatekeeper(replace(silo, policy=PolicyTable(metrics="none")))
     assert closed.working(job(), seen) is None
 

@@ -10,7 +10,7 @@ from small_task import SMALL
 
 FEW, MANY = 4, 24
 SILOS = ("elm", "birch")
-MOST = {"database": 6_000, "coordinator's log": 500, "silo's audit log": 3_500, "silo's log": 500}
+MOST = {"database": 7_000, "coordinator's log": 500, "silo's audit log": 3_500, "silo's log": 500}
 """Bytes a round, with two silos and an evaluation each round: docs/operator.md states them."""
 
 

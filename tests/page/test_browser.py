@@ -152,7 +152,8 @@ async def test_an_open_page_goes_on_after_a_restart_and_ends_with_its_token(
         page = await opening.__aenter__()
     await page.get_by_role("status").filter(has_text="does not answer").first.wait_for()
     async with page_world(config) as world:
-        await page.get_by_role("status").filter(has_text="live").first.wait_for()
+        # Chromium comes back after a minute.
+        await page.get_by_role("status").filter(has_text="live").first.wait_for(timeout=3 * PATIENCE)
         admin = world.browser()
         await admin.sign_in(world.tokens["admin"])
         assert (await admin.change("revoke-token", name="t-operator")).status == 200

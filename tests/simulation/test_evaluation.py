@@ -18,7 +18,7 @@ from roundtable.simulation.backends.sequential import Sequential, one_thread
 from roundtable.simulation.world.simulated_clients import Clients
 
 
-class Tested(Perceptron):
+class TrainsAndTests(Perceptron):
     """The training data serve as test data."""
 
     def data(self, site: Site) -> tuple[Any, Any]:
@@ -26,14 +26,14 @@ class Tested(Perceptron):
         return train, train
 
 
-class DrawsNumbers(Tested):
+class DrawsNumbers(TrainsAndTests):
     """From all three global generators."""
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[float, int]]:
         return {"chance": (random.random() + float(np.random.rand()) + float(torch.rand(())), 1)}
 
 
-class Counts(Tested):
+class Counts(TrainsAndTests):
     """Its model changes whenever it is asked."""
 
     def model(self) -> nn.Module:
@@ -46,7 +46,7 @@ class Counts(Tested):
         return super().loss(model, batch) + model.seen  # type: ignore[operator]
 
 
-class ForgetsItsMode(Tested):
+class ForgetsItsMode(TrainsAndTests):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
 
@@ -55,7 +55,7 @@ class ForgetsItsMode(Tested):
         return {}
 
 
-class Halved(Tested):
+class Halved(TrainsAndTests):
     """Client 1 has no data, and batches are changed in place."""
 
     def data(self, site: Site) -> tuple[Any, Any]:
@@ -77,7 +77,7 @@ def evaluated(
         return list(backend.evaluate(1, place.initial.vector, work))
 
 
-@pytest.mark.parametrize("task", [Tested, DrawsNumbers, Counts, ForgetsItsMode, Halved])
+@pytest.mark.parametrize("task", [TrainsAndTests, DrawsNumbers, Counts, ForgetsItsMode, Halved])
 @pytest.mark.parametrize("budget", [0, 1 << 20], ids=["data made anew", "data held"])
 def test_each_client_is_measured_as_if_alone(task: type[Base], budget: int) -> None:
     place = world(task())
@@ -98,7 +98,7 @@ def test_each_client_is_measured_as_if_alone(task: type[Base], budget: int) -> N
 
 
 def test_a_clients_own_tensors_are_its_alone() -> None:
-    place = world(Tested(), model='local = ["2.*"]')
+    place = world(TrainsAndTests(), model='local = ["2.*"]')
     clients = Clients(place)
     plain = evaluated(place, clients)
     own = evaluated(place, clients, {"2.weight": torch.full((8,), 3.0)})

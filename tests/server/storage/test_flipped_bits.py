@@ -92,9 +92,9 @@ def at(stage: str, rot: Rot, monkeypatch: pytest.MonkeyPatch) -> None:
             look_at_newest()
         return made
 
-    async def sending(context: Any, path: Path, *rest: Any) -> None:
+    async def sending(context: Any, path: Path, *rest: Any) -> int:
         rot.look(path)
-        await send(context, path, *rest)
+        return await send(context, path, *rest)
 
     def copying(self: replicas.Replicas, location: Any, digest: str, keep: bool) -> None:
         rot.look(self._artifacts._place(digest))
