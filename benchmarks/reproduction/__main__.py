@@ -136,6 +136,7 @@ def _tell(ids: set[str], known: dict[str, GroupFile], results: Results, as_json:
                 "ours": asdict(row.ours) if row.ours else None,
                 "in_their_deviations": row.difference,
                 "verdict": row.verdict,
+                "parts": [asdict(part) for part in row.parts],
             }
             for row in found
         ]
@@ -144,9 +145,14 @@ def _tell(ids: set[str], known: dict[str, GroupFile], results: Results, as_json:
         print(f"{'cell':32} {'theirs':>16} {'ours':>16} {'seeds':>5} {'sd':>6} {'s':>7}  verdict")
         for row in found:
             print(_line(row))
+            for part in row.parts:
+                if part.verdict == "differs":
+                    theirs = f"{part.theirs:.4f} ± {part.their_deviation:.4f}"
+                    print(f"    {part.part}: {theirs}, ours {part.ours:.4f}: differs")
         for line in between:
             print(f"{line.claim}: {line.smaller:.4f} < {line.larger:.4f}, {line.seeds} seeds: {line.verdict}")
-    return int(any(line.verdict == "differs" for line in (*found, *between)))
+    parts = (part for row in found for part in row.parts)
+    return int(any(line.verdict == "differs" for line in (*found, *between, *parts)))
 
 
 def _line(row: Any) -> str:

@@ -50,7 +50,13 @@ class CellTable(Table):
     value: Finite | None = Field(None, description="as published; none for what is only shown beside it")
     deviation: Finite | None = Field(None, ge=0)
     by_part: Annotated[tuple[Finite, ...], BeforeValidator(as_tuple)] = ()
+    by_part_deviation: Annotated[tuple[Finite, ...], BeforeValidator(as_tuple)] = Field(
+        (), description="of each part; with them each part is judged like the cell itself"
+    )
     judged: bool = Field(True, description="whether ours has to agree")
+    found: Open = Field(
+        default_factory=dict, description="by part: what was found out about one that differs, for the page"
+    )
     note: str = Field("", description="of the page; why it is not judged")
     seeds: int | None = Field(None, ge=1, description="instead of the group's")
     options: Open = Field(default_factory=dict, description="of what runs it, beside the job")
@@ -86,8 +92,17 @@ class GroupFile(Table):
         if doubled := {name for name in ids if ids.count(name) > 1}:
             raise ValueError(f"two cells of one id: {', '.join(sorted(doubled))}")
         for cell in self.cell:
-            if cell.by_part and len(cell.by_part) != len(self.group.parts):
-                raise ValueError(f"cell {cell.id}: {len(cell.by_part)} parts of {len(self.group.parts)}")
+            for name in ("by_part", "by_part_deviation"):
+                if (given := getattr(cell, name)) and len(given) != len(self.group.parts):
+                    raise ValueError(
+                        f"cell {cell.id}: {name} has {len(given)} of {len(self.group.parts)} parts"
+                    )
+            if cell.by_part_deviation and (not cell.by_part or min(cell.by_part_deviation) < 0):
+                raise ValueError(f"cell {cell.id}: by_part_deviation needs by_part, and figures from 0")
+            if unknown := cell.found.keys() - set(self.group.parts):
+                raise ValueError(
+                    f"cell {cell.id}: found names {', '.join(sorted(unknown))}, which is no part"
+                )
         for order in self.order:
             if unknown := {order.smaller, order.larger} - set(ids):
                 raise ValueError(f"order {order.claim!r}: there is no cell {', '.join(sorted(unknown))}")

@@ -36,6 +36,21 @@ class OnePlace(Heart):  # type: ignore[misc]
         return torch.optim.Adam(parameters, lr=0.001)
 
 
+def from_published_weights(task: Any, seed: int) -> Any:
+    """The task with the initial weights of FLamby's run of that seed: the first layer that torch draws."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        weights = torch.nn.Linear(13, 1).state_dict()
+
+    def model() -> torch.nn.Module:
+        layer = torch.nn.Linear(13, 1)
+        layer.load_state_dict(weights)
+        return layer
+
+    task.model = model
+    return task
+
+
 def hospitals() -> list[Any]:
     """All patients of each hospital."""
     return [heart.read(EXAMPLE / "data" / f"processed.{name}.data") for name in heart.HOSPITALS]
@@ -66,6 +81,8 @@ def run(job: JobConfig, options: Mapping[str, Any], data: Path | None) -> tuple[
         task = OnePlace(halves[heart.HOSPITALS.index(where)][0])
     else:
         raise ConfigError(f"options.train = {where!r}: everywhere, pooled, nowhere or a hospital")
+    if options.get("weights") == "published":
+        task = from_published_weights(task, job.seed)
     result = simulate(job, task, folder=HERE)
     model = task.model()
     model.load_state_dict(result.model.state_dict())

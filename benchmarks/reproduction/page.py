@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from roundtable.simulation.reporting.plots import new_figure
 
 from .cells import HERE, GroupFile
 from .results import Results
-from .verdicts import Row, orders, rows
+from .verdicts import OrderRow, PartRow, Row, Verdict, orders, rows
 
 DOCS = HERE.parents[1] / "docs"
 PAGE = DOCS / "reproduction.md"
@@ -42,9 +44,9 @@ work to do as well. "Seen" figures were read at their source, "recalled" ones ar
 def page(known: dict[str, GroupFile], results: Results) -> str:
     """The whole page."""
     every = list(rows(known, results))
-    return "\n".join(
-        [_HEAD, *(_group(name, group, every, results) for name, group in known.items()), _foot(every)]
-    )
+    between = [order for name, group in known.items() for order in orders(name, group, results)]
+    tables = (_group(name, group, every, results) for name, group in known.items())
+    return "\n".join([_HEAD, *tables, _foot(known, every, between)])
 
 
 def fingerprint(known: dict[str, GroupFile], results: Results) -> str:
@@ -77,11 +79,7 @@ def _group(name: str, group: GroupFile, every: list[Row], results: Results) -> s
             for one in between
         ]
         lines.append("")
-    said = [row.cell for row in cells if row.cell.note]
-    notes = [
-        f"- {'; '.join(cell.method for cell in said if cell.note == note)}: {note}"
-        for note in dict.fromkeys(cell.note for cell in said)
-    ]
+    notes = _notes(cells)
     return "\n".join([*lines, *notes, ""] if notes else lines)
 
 
@@ -110,28 +108,78 @@ def _time(seconds: float) -> str:
 def _by_part(parts: tuple[str, ...], mine: list[Row]) -> list[str]:
     """Theirs / ours of each part: means may agree by accident."""
     lines = [
+        "Each part is a cell of its own, judged by the same rule with its own deviation; what **differs** is "
+        "bold and told of below.\n",
         f"| theirs / ours | {' | '.join(parts)} |",
         f"| --- |{' --- |' * len(parts)}",
     ]
-    for row in mine:
-        if row.ours is None:
-            continue
-        theirs = [f"{value:.3f}" for value in row.cell.by_part] or ["–"] * len(parts)
-        pairs = (f"{one} / {row.ours.parts[part]:.3f}" for one, part in zip(theirs, parts, strict=True))
-        lines.append(f"| {row.cell.method} | {' | '.join(pairs)} |")
+    lines += [
+        f"| {row.cell.method} | {' | '.join(_pair(part) for part in row.parts)} |"
+        for row in mine
+        if row.ours is not None
+    ]
     return [*lines, ""]
 
 
-def _foot(every: list[Row]) -> str:
-    judged = [row for row in every if row.cell.judged]
-    kinds = ("agrees", "differs", "too few seeds", "not run")
-    counts = {kind: sum(row.verdict == kind for row in judged) for kind in kinds}
-    said = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
-    return (
-        f"## In sum\n\nOf {len(judged)} cells that are judged: {said}. `make test` runs a cell of the first "
-        "table with a few seeds\nand holds this page to the results; `pytest -m nightly` runs whole tables "
-        "(`tests/simulation/test_reproduction.py`).\n"
+def _pair(part: PartRow) -> str:
+    assert part.ours is not None
+    theirs = "–" if part.theirs is None else f"{part.theirs:.3f}"
+    if part.their_deviation is not None:
+        theirs += f" ± {part.their_deviation:.3f}"
+    text = f"{theirs} / {part.ours:.3f}"
+    return f"**{text}**" if part.verdict == "differs" else text
+
+
+def _notes(mine: list[Row]) -> list[str]:
+    """A line for each note, with the methods that it is of; what was found out about parts that differ."""
+    said = [row.cell for row in mine if row.cell.note]
+    notes = [
+        f"- {'; '.join(cell.method for cell in said if cell.note == note)}: {note}"
+        for note in dict.fromkeys(cell.note for cell in said)
+    ]
+    return notes + [
+        f"- {row.cell.method}, {part.part}, differs: {row.cell.found[part.part]}"
+        for row in mine
+        for part in row.parts
+        if part.verdict == "differs" and part.part in row.cell.found
+    ]
+
+
+def _foot(known: dict[str, GroupFile], every: list[Row], between: list[OrderRow]) -> str:
+    lines = ["| table | cells | agree | differ | too few seeds | not run |", "| --- |" + " --- |" * 5]
+    total: Counter[Verdict] = Counter()
+    for name, group in known.items():
+        if counts := _judged(row for row in every if row.group == name):
+            total += counts
+            lines.append(_counted(group.group.title, counts))
+    lines.append(_counted("all", total))
+    orders_held = sum(order.verdict == "agrees" for order in between)
+    orders_run = sum(order.verdict != "not run" for order in between)
+    return "\n".join(
+        [
+            "## In sum\n",
+            "Cells that are judged: means, and parts with a deviation of their own.\n",
+            *lines,
+            f"\nOf {len(between)} orders of curves {orders_run} were run, and {orders_held} hold.",
+            "\n`make test` runs a cell with a few seeds and holds this page to the results;",
+            "`pytest -m nightly` runs whole tables (`tests/simulation/test_reproduction.py`).\n",
+        ]
     )
+
+
+def _judged(some: Iterable[Row]) -> Counter[Verdict]:
+    """How many cells, and parts that are cells, got which verdict."""
+    counts: Counter[Verdict] = Counter()
+    for row in some:
+        if row.cell.judged:
+            counts[row.verdict] += 1
+            counts.update(part.verdict for part in row.parts if part.their_deviation is not None)
+    return counts
+
+
+def _counted(title: str, counts: Counter[Verdict]) -> str:
+    kinds: tuple[Verdict, ...] = ("agrees", "differs", "too few seeds", "not run")
+    return f"| {title} | {counts.total()} | {' | '.join(str(counts[kind]) for kind in kinds)} |"
 
 
 def draw(known: dict[str, GroupFile], results: Results, path: Path) -> None:

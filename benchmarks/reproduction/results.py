@@ -36,6 +36,7 @@ class Measured:
     mean: float
     deviation: float
     parts: Mapping[str, float]
+    part_deviations: Mapping[str, float]
     seconds: float
 
 
@@ -58,9 +59,15 @@ class Results:
         if not found:
             return None
         values = [outcome.value for outcome in found]
-        parts = {part: statistics.fmean(o.parts[part] for o in found) for part in found[0].parts}
-        seconds = statistics.fmean(outcome.seconds for outcome in found)
-        return Measured(len(found), statistics.fmean(values), statistics.pstdev(values), parts, seconds)
+        by_part = {part: [outcome.parts[part] for outcome in found] for part in found[0].parts}
+        return Measured(
+            len(found),
+            statistics.fmean(values),
+            statistics.pstdev(values),
+            {part: statistics.fmean(single) for part, single in by_part.items()},
+            {part: statistics.pstdev(single) for part, single in by_part.items()},
+            statistics.fmean(outcome.seconds for outcome in found),
+        )
 
     def add(self, name: str, outcome: Outcome) -> None:
         """Appends one line. Raises ValueError for a figure that is none."""

@@ -14,6 +14,18 @@ Verdict = Literal["agrees", "differs", "too few seeds", "not run", "shown"]
 
 
 @dataclass(frozen=True)
+class PartRow:
+    """One part of a cell; it is judged where its deviation is published."""
+
+    part: str
+    theirs: float | None
+    their_deviation: float | None
+    ours: float | None
+    our_deviation: float | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
 class Row:
     """A cell with what was measured; `difference` is ours − theirs in their deviations."""
 
@@ -22,6 +34,7 @@ class Row:
     needed: int
     ours: Measured | None
     verdict: Verdict
+    parts: tuple[PartRow, ...]
 
     @property
     def difference(self) -> float | None:
@@ -51,8 +64,28 @@ def judge(cell: CellTable, needed: int, ours: Measured | None) -> Verdict:
         return "too few seeds"
     assert cell.value is not None
     assert cell.deviation is not None
-    allowed = max(cell.deviation, HALF_A_POINT)
-    return "agrees" if abs(ours.mean - cell.value) <= allowed else "differs"
+    return _within(ours.mean, cell.value, cell.deviation)
+
+
+def _within(ours: float, theirs: float, deviation: float) -> Verdict:
+    return "agrees" if abs(ours - theirs) <= max(deviation, HALF_A_POINT) else "differs"
+
+
+def judge_parts(
+    parts: tuple[str, ...], cell: CellTable, whole: Verdict, ours: Measured | None
+) -> Iterator[PartRow]:
+    """Each part by the same rule; where nothing is said of the cell, nothing is said of its parts."""
+    for place, part in enumerate(parts):
+        theirs = cell.by_part[place] if cell.by_part else None
+        deviation = cell.by_part_deviation[place] if cell.by_part_deviation else None
+        mine, spread = (ours.parts[part], ours.part_deviations[part]) if ours else (None, None)
+        verdict = whole
+        if whole in ("agrees", "differs"):
+            assert mine is not None
+            verdict = "shown"
+            if theirs is not None and deviation is not None:
+                verdict = _within(mine, theirs, deviation)
+        yield PartRow(part, theirs, deviation, mine, spread, verdict)
 
 
 def rows(known: dict[str, GroupFile], results: Results) -> Iterator[Row]:
@@ -61,7 +94,9 @@ def rows(known: dict[str, GroupFile], results: Results) -> Iterator[Row]:
         for cell in group.cell:
             ours = results.measured(name, group, cell)
             needed = group.seeds(cell)
-            yield Row(name, cell, needed, ours, judge(cell, needed, ours))
+            verdict = judge(cell, needed, ours)
+            parts = tuple(judge_parts(group.group.parts, cell, verdict, ours))
+            yield Row(name, cell, needed, ours, verdict, parts)
 
 
 def orders(name: str, group: GroupFile, results: Results) -> Iterator[OrderRow]:
