@@ -82,6 +82,11 @@ class Task:
         """
         return None
 
+    def client_names(self, count: int) -> Sequence[str] | None:
+        """What the `count` clients of a simulation are called in what people read: hospitals, speakers. None
+        leaves it to the partition, whose keys may be names, or to their numbers."""
+        return None
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Scalar tensor: the mean over the batch."""
         raise NotImplementedError(f"{type(self).__name__} has no loss()")

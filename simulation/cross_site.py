@@ -15,6 +15,7 @@ from roundtable.engine.validation.algorithm_composition import keeps_own
 from roundtable.simulation.backend import Backend, Failed, Summing, Work, World
 from roundtable.simulation.backends.sequential import Sequential
 from roundtable.simulation.reporting.cross_table import GLOBAL, CrossTable
+from roundtable.simulation.world.natural_names import NaturalNames
 
 MOST = 100
 """Clients: each model is measured at each of them."""
@@ -42,7 +43,7 @@ def check_cross_site(world: World) -> None:
 
 
 def cross_site(
-    world: World, backend: Backend, vector: Tensor, round: int, work: Sequence[Work]
+    world: World, backend: Backend, vector: Tensor, round: int, work: Sequence[Work], names: NaturalNames
 ) -> CrossTable:
     """Each client trains once from `vector`, as it would in `round`; what it then has is measured everywhere.
 
@@ -59,7 +60,7 @@ def cross_site(
             )
             rows[name][answer.client] = found
         rows[name] = {item.client: rows[name].get(item.client, {}) for item in work}
-    return CrossTable(round - 1, rows, world.job.stop)
+    return CrossTable(round - 1, rows, world.job.stop, names)
 
 
 def _local_models(

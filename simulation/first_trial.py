@@ -20,19 +20,19 @@ from roundtable.core.task import Site, load_task
 from roundtable.core.toml import TomlDocument
 from roundtable.simulation.backend import World
 from roundtable.simulation.choose_backend import device_of
-from roundtable.simulation.world.partition import make_partition
+from roundtable.simulation.world.partition import SeededPartition, make_partition
 from roundtable.simulation.world.tables_check import check_tables
 
 
-def first_oddities(world: World) -> list[Oddity]:
-    """What is odd about the first client that has examples.
+def first_oddities(world: World, partition: SeededPartition) -> list[Oddity]:
+    """What is odd about the first client that has examples; `partition` is the job's, and knows its splits.
 
     Raises TaskError with the task's traceback where its model, loss or metrics fail at each client that is
     tried. Data that do not open are their client's failure, in its round.
     """
     tried: list[Trial] = []
     for index in _some(world.job.simulation.clients):
-        trial = try_client(world, index)
+        trial = try_client(world, index, partition)
         if trial.act == "data" and trial.error is not None:
             continue
         tried.append(trial)
@@ -50,10 +50,9 @@ def first_oddities(world: World) -> list[Oddity]:
     )
 
 
-def try_client(world: World, index: int) -> Trial:
+def try_client(world: World, index: int, partition: SeededPartition) -> Trial:
     """One batch of client `index`, where clients train."""
     simulation = world.job.simulation
-    partition = make_partition(simulation.partition, world.job.seed, world.folder)
     site = Site(world.names[index], index, simulation.clients, simulation.data, partition=partition)
     return try_batch(world.task, world.job, site, torch.device(device_of(world)))
 
@@ -93,5 +92,5 @@ def try_task(
     algorithm = make_algorithm(job.algorithm, folder)
     world = World(job, task, initial_model(job, task, algorithm), None, folder)
     check_task_with(algorithm, task, world.layout)
-    trial = try_client(world, index)
+    trial = try_client(world, index, make_partition(job.simulation.partition, job.seed, folder))
     return job, trial, oddities(trial, job)

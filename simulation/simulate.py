@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +57,8 @@ from roundtable.simulation.world.central_test import CentralTest
 from roundtable.simulation.world.config import check_population, devices_table
 from roundtable.simulation.world.devices import Devices
 from roundtable.simulation.world.fleet import Fleet
+from roundtable.simulation.world.natural_names import NaturalNames, natural_names
+from roundtable.simulation.world.partition import make_partition
 from roundtable.simulation.world.simulated_clients import Clients
 from roundtable.simulation.world.tables_check import check_tables
 
@@ -132,11 +135,11 @@ def simulate(
             listener.note(Note("frozen_weights", stays), 0.0)
         driver = Driver(world, plan, backend, Fleet(world.names, devices), listener, central)
         if run is not None and (last := run.last(world.initial)) is not None:
+            listener.names = run.named_clients()
             listener.taken_up(last[1])
             driver.resume(last[0], last[1].records)
         else:
-            for odd in first_oddities(world):
-                listener.note(Note("odd_task", f"warning: {odd.says}"), 0.0)
+            _look_first(world, listener, run)
         driver.run()
         history = History(tuple(driver.history), tuple(listener.seconds))
         models = keeper.models(len(history), partial(whole_model, job, world.task))
@@ -152,7 +155,10 @@ def simulate(
             run.path if run else None,
             keeper.best,
             models,
-            _crossed(driver, keeper.given(len(history)), backend) if cross_site and history.records else None,
+            _crossed(driver, keeper.given(len(history)), backend, listener.names)
+            if cross_site and history.records
+            else None,
+            listener.names,
         )
         trackers.close(finished=True)
         if run is not None and history.records:
@@ -164,6 +170,20 @@ def simulate(
                 result.clients.to_csv(run.path / "clients.csv")
             _plot_if_possible(result, run.path / "curves.png")
         return result
+
+
+def _look_first(world: World, listener: _Listener, run: RunDirectory | None) -> None:
+    """One batch of one client; what that shows to be odd, and what the clients are called."""
+    partition = make_partition(world.job.simulation.partition, world.job.seed, world.folder)
+    odd_task = first_oddities(world, partition)
+    names = world.names
+    listener.names, nameless = natural_names(world.task, names, partition.names(len(names)))
+    if run is not None:
+        run.name_clients(listener.names)
+    for odd in odd_task:
+        listener.note(Note("odd_task", f"warning: {odd.says}"), 0.0)
+    if nameless:
+        listener.note(Note("nameless_clients", f"warning: {nameless}"), 0.0)
 
 
 def _check_samples(world: World, backend: Backend) -> None:
@@ -235,6 +255,7 @@ class _Listener:
         self._new_rounds = 0
         self._round_begun = self._begun
         self.seconds: list[float | None] = []
+        self.names = NaturalNames()
 
     def taken_up(self, history: History) -> None:
         """A run goes on: trackers hear what they may have missed."""
@@ -267,8 +288,9 @@ class _Listener:
             )
 
     def note(self, note: Note, now: float) -> None:
+        note = replace(note, message=self.names.said(note.message))
         if self._run is not None:
-            self._run.note(note, now)
+            self._run.note(note, now, self.names)
         if self._report is not None and note.kind != "update_received":
             self._report(Progress("note", note.round, self._job.rounds, note=note))
 
@@ -291,9 +313,9 @@ def _environment(name: str, description: str, why: str) -> dict[str, Any]:
     }
 
 
-def _crossed(driver: Driver, model: Model, backend: Backend) -> CrossTable:
+def _crossed(driver: Driver, model: Model, backend: Backend, names: NaturalNames) -> CrossTable:
     world, made = driver.world, int(model.metadata.get("round", 0))
-    return measure_cross_site(world, backend, model.vector, made + 1, driver.work_of_all())
+    return measure_cross_site(world, backend, model.vector, made + 1, driver.work_of_all(), names)
 
 
 def _plot_if_possible(result: Result | CrossTable, path: Path) -> None:

@@ -42,7 +42,7 @@ class Heart(rt.Task):
         if "heart" in site.options:
             return split(read(Path(site.options["heart"])))
         files = [read(DATA / f"processed.{name}.data") for name in HOSPITALS]
-        owners = np.repeat(np.arange(len(files)), [len(file.diseased) for file in files])
+        owners = np.repeat(HOSPITALS, [len(file.diseased) for file in files])
         rows = site.shard(owners)
         return split(Patients(*(torch.cat(column)[rows] for column in zip(*files, strict=True))))
 

@@ -18,6 +18,7 @@ from roundtable.engine.messages import RoundRecord
 from roundtable.engine.metrics import means, worked_out
 from roundtable.engine.stopping import larger_is_better
 from roundtable.simulation.reporting.notebook import html_table
+from roundtable.simulation.world.natural_names import NaturalNames
 
 _SHOWN = 20
 
@@ -36,21 +37,23 @@ class Fairness:
 
 @dataclass(frozen=True)
 class ClientTable:
-    """Clients' figures in one round, by name; what a client has not measured or defined is missing.
+    """Clients' figures in one round, by number; what a client has not measured or defined is missing.
 
-    `stop` is the job's: the direction that it states of its metric holds here too.
+    `stop` is the job's: the direction that it states of its metric holds here too. Where clients have
+    `names`, people see those, and rows and CSV have both.
     """
 
     round: int
     rows: Mapping[str, Mapping[str, float]]
     stop: StopTable = field(default_factory=StopTable)
+    names: NaturalNames = field(default_factory=NaturalNames)
 
     @classmethod
-    def of(cls, job: JobConfig, record: RoundRecord) -> ClientTable:
+    def of(cls, job: JobConfig, record: RoundRecord, names: NaturalNames) -> ClientTable:
         """Of a committed round; without rows where no client told what it measured."""
         told = record.client_metrics.items()
         rows = {name: means(worked_out(sums, job.metrics)[0]) for name, sums in told}
-        return cls(record.round, rows, job.stop)
+        return cls(record.round, rows, job.stop, names)
 
     @property
     def columns(self) -> list[str]:
@@ -74,12 +77,15 @@ class ClientTable:
         return found
 
     def __iter__(self) -> Iterator[dict[str, str | int | float]]:
-        return ({"round": self.round, "client": name, **row} for name, row in self.rows.items())
+        return ({"round": self.round, **self._who(client), **row} for client, row in self.rows.items())
+
+    def _who(self, client: str) -> dict[str, str]:
+        return {"client": client, **({"client_name": self.names.of(client)} if self.names else {})}
 
     def to_csv(self, path: AnyPath | None = None) -> str:
         """The table as CSV text; also written to `path` if one is given."""
         text = io.StringIO()
-        writer = csv.DictWriter(text, ["round", "client", *self.columns], lineterminator="\n")
+        writer = csv.DictWriter(text, ["round", *self._who(""), *self.columns], lineterminator="\n")
         writer.writeheader()
         writer.writerows(self)
         if path is not None:
@@ -90,7 +96,8 @@ class ClientTable:
         """The table for a terminal: the first clients, then what is even and what is not."""
         columns = self.columns
         cells = [["client", *map(printable, columns)]]
-        cells += [[printable(name), *_texts(row, columns)] for name, row in [*self.rows.items()][:_SHOWN]]
+        first = [*self.rows.items()][:_SHOWN]
+        cells += [[printable(self.names.of(client)), *_texts(row, columns)] for client, row in first]
         fairness = self.fairness
         for label in ("mean", "spread", "worst_tenth") if fairness else ():
             figures = {metric: getattr(found, label) for metric, found in fairness.items()}
@@ -105,7 +112,7 @@ class ClientTable:
 
     def _repr_html_(self) -> str:
         columns = self.columns
-        rows = [[name, *(row.get(metric) for metric in columns)] for name, row in self.rows.items()]
+        rows = [[self.names.of(c), *(row.get(metric) for metric in columns)] for c, row in self.rows.items()]
         return html_table(["client", *columns], rows)
 
     @override

@@ -18,6 +18,7 @@ from roundtable.core.paths import AnyPath
 from roundtable.engine.stopping import larger_is_better
 from roundtable.simulation.reporting.notebook import html_table, png_of
 from roundtable.simulation.reporting.plots import new_figure
+from roundtable.simulation.world.natural_names import NaturalNames
 
 GLOBAL = "global"
 _SHOWN = 12
@@ -26,11 +27,13 @@ _SHOWN = 12
 @dataclass(frozen=True)
 class CrossTable:
     """`rows[model][client][metric]`: the model `global` of a round, and each client's own after training from
-    it. A client that has no test data, or could not measure, has no metrics."""
+    it. A client that has no test data, or could not measure, has no metrics. Where clients have `names`,
+    people see those, and rows and CSV have both."""
 
     round: int
     rows: Mapping[str, Mapping[str, Mapping[str, float]]]
     stop: StopTable = field(default_factory=StopTable)
+    names: NaturalNames = field(default_factory=NaturalNames)
 
     @property
     def clients(self) -> list[str]:
@@ -52,12 +55,21 @@ class CrossTable:
     def __iter__(self) -> Iterator[dict[str, str | int | float]]:
         for model, row in self.rows.items():
             for client, cell in row.items():
-                yield {"round": self.round, "model": model, "client": client, **cell}
+                yield {
+                    "round": self.round,
+                    **self._who("model", model),
+                    **self._who("client", client),
+                    **cell,
+                }
+
+    def _who(self, column: str, client: str) -> dict[str, str]:
+        return {column: client, **({f"{column}_name": self.names.of(client)} if self.names else {})}
 
     def to_csv(self, path: AnyPath | None = None) -> str:
         """One line for each model and client as CSV text; also written to `path` if one is given."""
         text = io.StringIO()
-        writer = csv.DictWriter(text, ["round", "model", "client", *self.metrics], lineterminator="\n")
+        who = (*self._who("model", ""), *self._who("client", ""))
+        writer = csv.DictWriter(text, ["round", *who, *self.metrics], lineterminator="\n")
         writer.writeheader()
         writer.writerows(self)
         if path is not None:
@@ -76,9 +88,9 @@ class CrossTable:
         image = axis.imshow(values, aspect="auto", cmap=map_)
         axis.set_xlabel("test data of")
         axis.set_ylabel("model of")
-        names = [printable(client) for client in self.clients]
-        axis.set_xticks(range(len(names)), names, rotation=90, fontsize="xx-small")
-        axis.set_yticks(range(len(matrix)), map(printable, matrix), fontsize="xx-small")
+        columns, rows = map(self._named, self.clients), map(self._named, matrix)
+        axis.set_xticks(range(len(self.clients)), columns, rotation=90, fontsize="xx-small")
+        axis.set_yticks(range(len(matrix)), rows, fontsize="xx-small")
         figure.colorbar(image, label=printable(metric))
         if path is not None:
             figure.savefig(path, dpi=120)
@@ -88,15 +100,18 @@ class CrossTable:
         """The matrix of a metric for a terminal: the first models and clients."""
         metric, matrix = self._known(metric), self.matrix(metric)
         shown = self.clients[:_SHOWN]
-        cells = [[f"{printable(metric)}", *map(printable, shown)]]
+        cells = [[printable(metric), *map(self._named, shown)]]
         for model, row in [*matrix.items()][: _SHOWN + 1]:
             values = (row[client] for client in shown)
-            cells.append([printable(model), *("" if v is None else f"{v:.4g}" for v in values)])
+            cells.append([self._named(model), *("" if v is None else f"{v:.4g}" for v in values)])
         widths = [max(len(line[place]) for line in cells) for place in range(len(shown) + 1)]
         lines = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
         if (more := len(self.clients) - _SHOWN) > 0:
             lines.append(f"… {more} clients more")
         return lines
+
+    def _named(self, client: str) -> str:
+        return printable(self.names.of(client))
 
     def _known(self, metric: str | None) -> str:
         known = self.metrics
@@ -109,8 +124,8 @@ class CrossTable:
         if not self.metrics:
             return "<p>nothing was measured</p>"
         matrix = self.matrix()
-        rows = [[model, *row.values()] for model, row in matrix.items()]
-        return html_table([self.metrics[0], *self.clients], rows)
+        rows = [[self._named(model), *row.values()] for model, row in matrix.items()]
+        return html_table([self.metrics[0], *map(self._named, self.clients)], rows)
 
     def _repr_png_(self) -> bytes:
         return png_of(self.plot())

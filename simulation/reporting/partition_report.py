@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
+from roundtable.core.foreign_text import printable
 from roundtable.core.paths import AnyPath
 from roundtable.simulation.reporting.plots import new_figure
 from roundtable.simulation.world.partition import make_partition
@@ -20,10 +21,12 @@ _ROWS = 12
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """How many rows of each label each client has: `counts` is [clients, labels], `labels` their names."""
+    """How many rows of each label each client has: `counts` is [clients, labels], `labels` their names;
+    `names` are the clients' where the partition names them, else they have numbers."""
 
     counts: np.ndarray
     labels: tuple[str, ...]
+    names: tuple[str, ...] | None = None
 
     @property
     def sizes(self) -> np.ndarray:
@@ -50,12 +53,21 @@ class PartitionReport:
             f"distance from the whole mixture (0 to 1): {self.heterogeneity:.3f}",
         ]
         if len(self.labels) <= _ROWS:
-            lines.append("client  " + " ".join(f"{label[:7]:>7}" for label in self.labels))
-            for index, row in enumerate(self.counts[:_ROWS]):
-                lines.append(f"{index:6d}  " + " ".join(f"{count:7d}" for count in row))
+            names = ["client", *self._names(_ROWS)]
+            wide = max(map(len, names))
+            cells = [[label[:7] for label in self.labels], *self.counts[:_ROWS]]
+            lines += [
+                f"{name:>{wide}}  " + " ".join(f"{cell:>7}" for cell in row)
+                for name, row in zip(names, cells, strict=True)
+            ]
             if len(sizes) > _ROWS:
                 lines.append(f"… and {len(sizes) - _ROWS} more clients")
         return "\n".join(lines)
+
+    def _names(self, most: int) -> list[str]:
+        """Of the first clients."""
+        shown = range(len(self.counts))[:most]
+        return [printable(self.names[index], 20) if self.names else str(index) for index in shown]
 
     def plot(self, path: AnyPath | None = None) -> Any:
         """A matplotlib Figure: labels of each client (of the first 40), and all clients' sizes in order.
@@ -69,6 +81,8 @@ class PartitionReport:
             left.bar(range(len(shown)), shown[:, place], bottom=base, width=0.9, label=label)
             base += shown[:, place]
         left.set_xlabel("client")
+        if self.names:
+            left.set_xticks(range(len(shown)), self._names(_BARS), rotation=90, fontsize="xx-small")
         left.set_ylabel("rows")
         if len(self.labels) <= _ROWS:
             left.legend(fontsize="xx-small", ncols=2)
@@ -98,4 +112,4 @@ def describe_partition(
     owners = np.repeat(np.arange(clients), assignment.sizes)
     counts = np.zeros((clients, len(kinds)), dtype=np.int64)
     np.add.at(counts, (owners, codes.reshape(-1)[assignment.rows]), 1)
-    return PartitionReport(counts, tuple(str(kind) for kind in kinds.tolist()))
+    return PartitionReport(counts, tuple(str(kind) for kind in kinds.tolist()), assignment.names)

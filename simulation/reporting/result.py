@@ -20,6 +20,7 @@ from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.kept_models import KeptModels
 from roundtable.simulation.reporting.notebook import picture, png_of
 from roundtable.simulation.reporting.plots import curves
+from roundtable.simulation.world.natural_names import NaturalNames
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Result:
     are there by round, 0 the initial one: the last, the best, and every so many (`[keep] every`).
     cross_site: the model and each client's own on all clients' test data, where that was asked for.
     status and reason: how it ended, in the engine's words. backend: what ran the clients and why.
+    names: what clients are called beside their numbers, where the task or the partition names them.
     """
 
     job: JobConfig
@@ -42,6 +44,7 @@ class Result:
     best: Best | None = None
     models: KeptModels = field(default_factory=KeptModels)
     cross_site: CrossTable | None = None
+    names: NaturalNames = field(default_factory=NaturalNames)
 
     @property
     def secure_aggregation(self) -> str:
@@ -54,7 +57,8 @@ class Result:
         """What each client measured of the best model where that is kept, else of the last evaluated one."""
         told = [record for record in self.history.records if record.client_metrics]
         of_best = [record for record in told if self.best is not None and record.round == self.best.round]
-        return ClientTable.of(self.job, (of_best or told)[-1]) if told else ClientTable(0, {})
+        shown = (of_best or told)[-1:]
+        return ClientTable.of(self.job, shown[0], self.names) if shown else ClientTable(0, {})
 
     def plot(self, path: AnyPath | None = None) -> Any:
         """Loss and metrics over rounds, as a matplotlib Figure; also written to `path` if one is given.

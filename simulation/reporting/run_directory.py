@@ -5,6 +5,7 @@
     history.jsonl      one line a committed round: its whole record, and the real seconds it took
     history.csv        the same as a table; written at the end, like curves.png and model.safetensors
     events.jsonl       what happened beside: failures, retries, waiting
+    clients.json       what clients are called, by number; only where something names them
     state/             the last committed round: checkpoint.json names the other files; the models that
                        [keep] names, as model-ROUND.safetensors
 
@@ -32,6 +33,7 @@ from roundtable.engine import Best, ServerState, record_from_plain, record_to_pl
 from roundtable.engine.messages import Note, RoundRecord
 from roundtable.simulation.checkpoint import Checkpoint
 from roundtable.simulation.reporting.history import History
+from roundtable.simulation.world.natural_names import NaturalNames, checked_names
 
 _MAY_DIFFER = {"rounds", "name", "tracking"}
 _MAY_DIFFER_IN_SIMULATION = {"backend", "workers", "device", "masking"}
@@ -74,11 +76,32 @@ class RunDirectory:
         """Writes environment.json."""
         _write_whole(self.path / "environment.json", _pretty(environment))
 
-    def note(self, note: Note, now: float) -> None:
+    def name_clients(self, names: NaturalNames) -> None:
+        """Writes clients.json."""
+        if names:
+            _write_whole(self.path / "clients.json", _pretty(dict(names.by_client)))
+
+    def named_clients(self) -> NaturalNames:
+        """What clients.json says. Raises StorageError where it cannot be read."""
+        file = self.path / "clients.json"
+        if not file.exists():
+            return NaturalNames()
+        try:
+            said = dict(json.loads(file.read_text(encoding="utf-8")))
+            return NaturalNames(dict(zip(said, checked_names([*said.values()], len(said)), strict=True)))
+        except (OSError, ValueError, TypeError) as error:
+            raise StorageError(
+                f"{file} cannot be read: {error}; delete it, and clients have numbers"
+            ) from error
+
+    def note(self, note: Note, now: float, names: NaturalNames) -> None:
         """Appends to events.jsonl; the arrival of each update is in the history anyway."""
         if note.kind not in _QUIET:
             line = {"time": now, "kind": note.kind, "round": note.round, "attempt": note.attempt}
-            line |= {"client": note.client, "message": note.message}
+            line["client"] = note.client
+            if names and note.client:
+                line["client_name"] = names.of(note.client)
+            line["message"] = note.message
             self._events.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def commit(self, record: RoundRecord, seconds: float, checkpoint: Checkpoint, best: Best | None) -> None:

@@ -12,6 +12,7 @@ from roundtable.core.errors import ConfigError
 from roundtable.core.paths import AnyPath
 from roundtable.core.plugins.calls import as_function, check_parameters, foreign_call, named_at
 from roundtable.core.plugins.doors import resolve
+from roundtable.simulation.world.natural_names import checked_names
 from roundtable.simulation.world.split import Split
 
 ENTRY_POINT_GROUP = "roundtable.partitions"
@@ -21,7 +22,8 @@ _TABLE = ("simulation", "partition")
 
 @dataclass(frozen=True)
 class ForeignPartitioner:
-    """A function `(labels, count, seed, **parameters) → owners`: the client's number of each row, [n]."""
+    """A function `(labels, count, seed, **parameters) → owners`: the client's number of each row, [n]; or
+    `(owners, names)`, with what the clients are called."""
 
     name: str
     function: Callable[..., Any]
@@ -32,7 +34,9 @@ class ForeignPartitioner:
     def assign(self, labels: np.ndarray, count: int, seed: int) -> Split:
         reference = f"partition {self.name!r}"
         with named_at(*_TABLE), foreign_call(reference, self.function, ConfigError):
-            owners = np.asarray(self.function(labels.copy(), count, seed, **self.parameters))
+            given = self.function(labels.copy(), count, seed, **self.parameters)
+            named = isinstance(given, tuple) and len(given) == 2
+            owners = np.asarray(given[0] if named else given)
         if owners.shape != labels.shape or owners.dtype.kind not in "iu":
             raise ConfigError(
                 f"{reference} gave {owners.dtype} {list(owners.shape)}, not a whole number for each of "
@@ -46,7 +50,11 @@ class ForeignPartitioner:
                 f"to {count - 1}",
                 key=_TABLE,
             )
-        return Split.from_owners(owners.astype(np.int64), count)
+        try:
+            names = checked_names(given[1], count) if named else None
+        except ValueError as error:
+            raise ConfigError(f"{reference}: {error}", key=_TABLE) from None
+        return Split.from_owners(owners.astype(np.int64), count, names)
 
 
 def find_partitioner(

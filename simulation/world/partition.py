@@ -142,7 +142,8 @@ class Natural(_Partitioner):
     """The array that the task gives to `site.shard` holds a key a row, such as a writer or a speaker.
 
     A key's rows are never divided. With as many clients as keys, client i has the i-th key in
-    sorted order; with fewer, keys are dealt out at random, numbers of keys equal to within one.
+    sorted order, and its name if keys are texts or numbers other than 0, 1, 2, …; with fewer, keys are dealt
+    out at random, numbers of keys equal to within one.
     """
 
     remedy: ClassVar[str] = "have at most as many clients as there are keys"
@@ -154,7 +155,16 @@ class Natural(_Partitioner):
         owner = np.arange(len(keys)) % count
         if count < len(keys):
             owner = numpy_generator(seed, "partition").permutation(owner)
-        return Split.from_owners(owner[codes.reshape(-1)], count)
+        names = _names(keys.tolist()) if count == len(keys) else None
+        return Split.from_owners(owner[codes.reshape(-1)], count, names)
+
+
+def _names(keys: list[Any]) -> tuple[str, ...] | None:
+    """Keys that say more than the number of their client."""
+    numbers = all(type(key) is int for key in keys)
+    if not (numbers or all(isinstance(key, str) for key in keys)) or keys == [*range(len(keys))]:
+        return None
+    return tuple(map(str, keys))
 
 
 PARTITIONERS: dict[str, type[_Partitioner]] = {
@@ -178,10 +188,15 @@ class SeededPartition:
         self.seed = seed
         self._by_memory: OrderedDict[tuple[Any, ...], tuple[np.ndarray, Split]] = OrderedDict()
         self._by_content: OrderedDict[tuple[str, int], Split] = OrderedDict()
+        self._names: dict[int, tuple[str, ...] | None] = {}
 
     def __call__(self, labels: np.ndarray, index: int, count: int) -> np.ndarray:
         """Row numbers of client `index` of `count`; ConfigError where a client would have too few."""
         return self.assignment(labels, count).of(index)
+
+    def names(self, count: int) -> tuple[str, ...] | None:
+        """What the splits so far call `count` clients; None where none does, or two call them differently."""
+        return self._names.get(count)
 
     def assignment(self, labels: np.ndarray, count: int) -> Split:
         """The whole split; computed at the first call, then remembered."""
@@ -221,6 +236,11 @@ class SeededPartition:
                 f"{self.partitioner.remedy}, "
                 f"or allow it with min_size = {int(sizes.min())}"
             )
+        if (
+            assignment.names is not None
+            and self._names.setdefault(count, assignment.names) != assignment.names
+        ):
+            self._names[count] = None
         return assignment
 
 
