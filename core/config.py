@@ -29,7 +29,7 @@ from roundtable.core.job_tables.task_table import JobTaskTable, named_task
 from roundtable.core.job_tables.transfer_table import TransferTable
 from roundtable.core.measures.families import MOST_CELLS, expanded
 from roundtable.core.paths import AnyPath
-from roundtable.core.privacy_table import NoPrivacy, Privacy
+from roundtable.core.privacy_table import NoPrivacy, Privacy, masking_of
 from roundtable.core.toml import TomlDocument, read_toml, validate
 from roundtable.core.toml_tables import Finite, Name, Open, Seconds, Table, as_tuple
 
@@ -284,6 +284,12 @@ class JobConfig(Table):
     def evaluation_batch(self) -> int:
         """Examples of test data at once."""
         return self.evaluation.batch_size or EVALUATION_BATCHES * self.algorithm.batch_size
+
+    @property
+    def writes(self) -> TransferTable:
+        """How silos write updates: in float32 where these are masked afterwards, in a form of their own."""
+        masked = masking_of(self.privacy) is not None
+        return self.transfer.model_copy(update={"up": "float32"}) if masked else self.transfer
 
     @property
     def title(self) -> str:

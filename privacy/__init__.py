@@ -34,6 +34,7 @@ from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise, Seeded
 from roundtable.privacy.mechanisms.tree import TreeFTRL
 from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render, weak_signal
 from roundtable.privacy.secure_round import SecureMean, SecureRound, fewest_survivors
+from roundtable.privacy.shared_sample import why_not_masked
 from roundtable.privacy.statement import account_statement, statement
 
 __all__ = [
@@ -103,4 +104,5 @@ __all__ = [
     "statement",
     "step_charge",
     "weak_signal",
+    "why_not_masked",
 ]

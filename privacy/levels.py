@@ -36,6 +36,7 @@ from roundtable.privacy.mechanisms.distributed import DistributedDP
 from roundtable.privacy.mechanisms.factorise import BANDS, Banded, Buffered, Factorisation, best_factorisation
 from roundtable.privacy.mechanisms.ftrl import MatrixMechanism
 from roundtable.privacy.mechanisms.toeplitz import Workload
+from roundtable.privacy.shared_sample import values_sent
 
 _STEP = 1.002
 
@@ -194,14 +195,18 @@ def _factorisation(privacy: FtrlLevel, workload: Workload, separation: int) -> F
 
 
 def shared_noise(job: JobConfig, noise_multiplier: float, dimension: int) -> DistributedDP:
-    """The shares of noise of a `distributed` job, for a cohort of exactly `cohort.size`."""
+    """The shares of noise of a `distributed` job, for a cohort of exactly `cohort.size`.
+
+    `dimension` is the update's; of random-k only the values that are sent have noise.
+    """
     privacy, size = job.privacy, job.cohort.size
     assert isinstance(privacy, DistributedLevel)
     if size is None:
         raise PrivacyError(
             "cohort.size is missing: under level 'distributed' each silo's share of the noise depends on it"
         )
-    return DistributedDP.of_job(privacy, noise_multiplier, dimension, size, colluding_silos(job, size))
+    sent = values_sent(job, dimension)
+    return DistributedDP.of_job(privacy, noise_multiplier, sent, size, colluding_silos(job, size))
 
 
 def distributed_noise(job: JobConfig, dimension: int) -> DistributedDP:

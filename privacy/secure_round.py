@@ -4,7 +4,9 @@ Silos, the coordinator and simulations compute the same from the job, the length
 of silos invited. A silo's vector is its rounded update and a tail with its weight, example count, clip bit
 and training loss, and in rounds that the job evaluates what the silo has measured of the model that the
 round begins with. In rings of 16 bits and fewer the update is rotated by a public seed before it is
-rounded, and the mean is turned back. Under level `distributed` it is the update with its share of noise and
+rounded, and the mean is turned back. Of random-k only the k values are clipped, rotated, rounded and
+masked, at places that follow from the job's seed and the round; their mean, with its noise, is multiplied
+by d/k. Under level `distributed` it is the update with its share of noise and
 nothing else, since exact sums beside a noisy one would tell more than the noise allows.
 """
 
@@ -21,6 +23,8 @@ import torch
 from torch import Tensor
 
 from roundtable.core.config import JobConfig
+from roundtable.core.encodings import NO_KEY, StreamKey
+from roundtable.core.encodings.sparse import RandomK
 from roundtable.core.errors import AggregationError, PrivacyError
 from roundtable.core.privacy_table import LARGEST_RING, DistributedLevel, Masking, masking_of
 from roundtable.core.seeds import derive_seed
@@ -44,6 +48,7 @@ from roundtable.privacy.secagg import (
 from roundtable.privacy.secagg.masks import Ring, wire_bytes
 from roundtable.privacy.secagg.parameters import FULL_GRAPH_UP_TO, MINIMUM_COHORT
 from roundtable.privacy.secagg.quantise import Rotate
+from roundtable.privacy.shared_sample import sample_key, shared_sample
 
 ROTATED_UP_TO = 16
 """Rings of so many bits are too coarse for updates as they are."""
@@ -78,7 +83,8 @@ class SecureRound:
     """The arithmetic of one round. `tally` is there without noise, `noise` with it.
 
     `rotation` is the seed of the public rotation, empty where nothing is rotated. `bounds` are those of the
-    metrics of the model that the round begins with; empty where none are summed.
+    metrics of the model that the round begins with; empty where none are summed. `sample` chooses the values
+    that are sent, by `key`; None where all are.
     """
 
     parameters: SecAggParameters
@@ -88,6 +94,8 @@ class SecureRound:
     noise: DistributedDP | None
     rotation: bytes
     bounds: Mapping[str, float] = field(default_factory=dict)
+    sample: RandomK | None = None
+    key: StreamKey = NO_KEY
 
     @classmethod
     def of(cls, job: JobConfig, columns: int, invited: int, round: int) -> SecureRound:
@@ -97,13 +105,14 @@ class SecureRound:
             raise PrivacyError("this job asks for no secure aggregation: its updates travel one by one")
         uniform = job.aggregation.weighting == "uniform"
         rotation = derive_seed(job.seed, round, "rotation").to_bytes(8, "little")
+        drawn = (shared_sample(job), sample_key(job, round))
         if isinstance(job.privacy, DistributedLevel):
             noise = distributed_noise(job, columns)
             size = job.cohort.size or 0
             if invited > size:
                 raise PrivacyError(f"{invited} silos where noise for {size} was agreed on")
             parameters = _parameters(size, job, masking, noise.bits, 1)
-            return cls(parameters, columns, True, None, noise, rotation)
+            return cls(parameters, columns, True, None, noise, rotation, {}, *drawn)
         room = invited if masking.group_size is None else largest_group(masking.group_size, invited)
         bound = 1 if uniform else largest_weight(room)
         parameters = _parameters(invited, job, masking, masking.ring_bits, bound)
@@ -111,7 +120,7 @@ class SecureRound:
         bounds = job.evaluation.before(round)
         tested = (Metric(f"{_BEFORE}{name}", bounds[name], LARGEST_TEST) for name in sorted(bounds))
         tally = Tally.of(parameters, (Metric(_LOSS, LOSS_BOUND, bound), *tested))
-        found = cls(parameters, columns, uniform, tally, None, rotation, bounds)
+        found = cls(parameters, columns, uniform, tally, None, rotation, bounds, *drawn)
         # Refused here, before a round, where the ring has no room for so many.
         _ = found.quantiser
         return found
@@ -127,14 +136,19 @@ class SecureRound:
         return max(MINIMUM_COHORT, self.noise.survivors if self.noise is not None else 0)
 
     @property
+    def values(self) -> int:
+        """Values of an update that each silo submits."""
+        return self.columns if self.sample is None else self.sample.most(self.columns)
+
+    @property
     def quantiser(self) -> Quantiser:
         """How an update without noise is rounded."""
-        return Quantiser.of(self.parameters, self.columns if self.rotation else 0)
+        return Quantiser.of(self.parameters, self.values if self.rotation else 0)
 
     @property
     def length(self) -> int:
         """Ring elements that each silo submits."""
-        return self.noise.length if self.noise is not None else self.columns + len(self._tail)
+        return self.noise.length if self.noise is not None else self.values + len(self._tail)
 
     @property
     def upload_bytes(self) -> int:
@@ -161,6 +175,8 @@ class SecureRound:
 
         Raises InvalidUpdate for an update that is not finite.
         """
+        if self.sample is not None:
+            update = self.sample.take(update, self.key)
         if self.noise is not None:
             tensor = torch.from_numpy(np.array(update))
             return ArraySource(encode(tensor, self.noise, self.rotation, noise or SecureNoise()))
@@ -184,28 +200,32 @@ class SecureRound:
             noisy = decode(total, self.noise, self.rotation, silos).div_(denominator)
             charge = {"charge": self.noise.charge.to_json(), "noise_multiplier": self.noise.noise_multiplier}
             account = {"level": "distributed", "silos": silos, **charge}
-            return SecureMean(noisy, silos, account=account, divisor=denominator)
-        counters, metrics = self._tail.decode(total[self.columns :], silos)
+            return SecureMean(self._whole(noisy), silos, account=account, divisor=denominator)
+        counters, metrics = self._tail.decode(total[self.values :], silos)
         weight = counters["weight"]
         if not silos <= weight <= silos * self.parameters.weight_bound:
             raise AggregationError(
                 f"{silos} silos give a total weight of {weight}, which no honest silos can: one of them "
                 "submitted something else than an update"
             )
-        mean = torch.from_numpy(self.quantiser.decode_mean(total[: self.columns], weight))
+        mean = torch.from_numpy(self.quantiser.decode_mean(total[: self.values], weight))
         if self.rotation:
-            Rotation(self.rotation, self.columns).back(mean)
+            Rotation(self.rotation, self.values).back(mean)
         training = {"loss": metrics.pop(_LOSS)} if _LOSS in metrics else {}
         before = {name.removeprefix(_BEFORE): sums for name, sums in metrics.items()}
         account = {"silos": silos, "cohort": cohort, "weight": weight}
         account |= {"examples": counters["examples"], "clipped": counters["clipped"]}
-        return SecureMean(mean, silos, training, account, before)
+        return SecureMean(self._whole(mean), silos, training, account, before)
+
+    def _whole(self, mean: Tensor) -> Tensor:
+        """The mean [columns] that one of the values that were sent stands for."""
+        return mean if self.sample is None else self.sample.spread(mean, self.columns, self.key)
 
     @property
     def _rotate(self) -> Rotate | None:
         if not self.rotation:
             return None
-        rotation = Rotation(self.rotation, self.columns)
+        rotation = Rotation(self.rotation, self.values)
         return lambda vector: rotation.forward(torch.from_numpy(vector))
 
     @property

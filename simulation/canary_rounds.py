@@ -78,4 +78,4 @@ def canary_rounds(
             f"of {rounds} rounds with canaries {len(models)} were committed ({result.reason}): an audit "
             "needs all of them. Let [cohort] be one that the job's clients can fill"
         )
-    return canary.traces([result.model.vector.new_zeros(canary.dimension), *models], clip_norms)
+    return canary.traces([result.model.vector.new_zeros(canary.dimension), *models], clip_norms, faint)

@@ -23,6 +23,7 @@ from roundtable.core.observability.transfer_figures import TransferFigures
 from roundtable.core.privacy_table import ExampleLevel
 from roundtable.engine import Mean, Received, Rows
 from roundtable.engine.messages import Aggregate, Step, Update
+from roundtable.engine.validation.transfer_composition import as_counted
 from roundtable.simulation.backend import Backend, Failed, Measured, Summing, Trained, Work, World
 from roundtable.simulation.checkpoint import LocalState
 from roundtable.simulation.ledger import SimulatedLedger
@@ -46,7 +47,7 @@ class ClientUpdates:
         self.pending: dict[int, LocalState] = {}
         self.steps: dict[int, int] = {}
         self._attackers = Attackers.of(world.job)
-        self.chain_of: Callable[[str], str] = lambda client: world.job.transfer.up
+        self.chain_of: Callable[[str], str] = lambda client: world.job.writes.up
         self._travelled: dict[str, TransferFigures] = {}
         self._secure = SecureAggregation.of(world.job, world.layout.sent.size)
         self._before: dict[str, Metrics] = {}
@@ -220,7 +221,7 @@ class ClientUpdates:
         """What the encoding makes of the update, as if it had travelled; and what stays at the client."""
         index, kept = self.world.names.index_of(answer.client), dict(answer.local)
         sent, transfer = self.world.layout.sent, self.world.job.transfer
-        encoding = get_encoding(self.chain_of(answer.client)).over(sent)
+        encoding = as_counted(self.world.job, self.chain_of(answer.client)).over(sent)
         figures = TransferFigures(encoding.encoded_size(sent.size) or 0, 4 * sent.size)
         if transfer.automatic:
             figures = replace(figures, encoding=encoding.chain)

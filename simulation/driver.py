@@ -89,7 +89,7 @@ class Driver:
         )
 
     def _chain_of(self, client: str) -> str:
-        return chosen_chain(self._engine.state, client) or self.world.job.transfer.up
+        return chosen_chain(self._engine.state, client) or self.world.job.writes.up
 
     def run(self) -> None:
         """From the start, or from where `resume` left it, to the end of the job.
@@ -245,6 +245,7 @@ class Driver:
                 diagnose=self.world.job.aggregation.diagnosis,
                 root_update=self._root_update(step),
                 population=action.population,
+                attempt=step.attempt,
             )
         except (AggregationError, InvalidUpdate) as error:
             self._queue.push(self._queue.now, m.AggregationFailed(step, str(error)))

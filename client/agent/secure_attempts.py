@@ -43,7 +43,7 @@ from roundtable.core.identity.credentials import (
     verify_identity,
 )
 from roundtable.core.privacy_table import DistributedLevel, masking_of
-from roundtable.privacy import SecureRound
+from roundtable.privacy import SecureRound, why_not_masked
 from roundtable.privacy.secagg import ClientPhase, Ed25519Signer, SecAggClient
 from roundtable.privacy.secagg.framing import Kind, unseal
 
@@ -156,8 +156,8 @@ class SecureAttempts:
         not hold the sum.
         """
         self._expect_news(step)
-        if job.transfer.up != "float32":
-            raise WorkFailed("refused", "secure aggregation masks float32 updates (transfer.up)")
+        if why := why_not_masked(job):
+            raise WorkFailed("refused", why)
         own, directory = self._own(), self._directory(identities)
         least = self._config.policy.minimum_cohort
         if directory.get(self._name) != own.key.public_key().public_bytes_raw():

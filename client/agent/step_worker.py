@@ -225,8 +225,8 @@ class StepWorker:
 def told_encoding(job: JobConfig, told: str) -> str:
     """The encoding for the update: the job's, or one that it lets the coordinator choose; WorkFailed for
     others."""
-    chain = told or job.transfer.up
-    if not job.transfer.allows(chain):
+    chain = told or job.writes.up
+    if not job.writes.allows(chain):
         shown = printable(chain, 60)
         raise WorkFailed(
             "refused", f"the coordinator asks for an update as {shown!r}, which the job's [transfer] does not"

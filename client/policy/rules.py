@@ -139,7 +139,7 @@ class Rules:
     def _to_encoding(self, job: JobConfig) -> Iterator[str]:
         if not self.on_cluster:
             return
-        if job.transfer.automatic or get_encoding(job.transfer.up).dense_dtype is None:
+        if job.transfer.automatic or get_encoding(job.writes.up).dense_dtype is None:
             yield (
                 f"the job's updates travel as {job.transfer.up!r} ([transfer] up), and the ranks of a "
                 "[cluster] write float32, bfloat16 or float16"

@@ -130,7 +130,7 @@ class Executor:
         if NAME in update.local and local is None:
             say_if_lost(order)
         key = StreamKey(warm.config.seed, self.settings.client, order.round, order.attempt)
-        transfer, sent = warm.config.transfer, warm.layout.sent
+        transfer, sent = warm.config.writes, warm.layout.sent
         encoding, chain = get_encoding(order.encoding or transfer.up), order.encoding
         kept = self._state.load(order.job, order.counted) if transfer.remembers or encoding.keeps else None
         # Where encodings are chosen, not each leaves something.

@@ -155,7 +155,7 @@ class ScriptTrainer:
         check_script(work.job)
         local = self._state.load(work.step.job, work.kept)
         start = await asyncio.to_thread(open_model, work.model)
-        transfer = work.job.transfer
+        transfer = work.job.writes
         encoding = get_encoding(work.encoding or transfer.up)
         if transfer.memory.way == "ef21" and work.kept and forgotten(encoding, transfer.memory, local):
             raise EncodingError(LOST_ESTIMATE)

@@ -380,7 +380,7 @@ class GroupExecutor:
 
         At level example buffers stay as they were: no noise covers what training fills them with.
         """
-        output, encoding = Path(order.output), trainer.job.transfer.up
+        output, encoding = Path(order.output), trainer.job.writes.up
         tensors = list(trainer.replica.tensors())
         leaving = [each for each in tensors if _learns(each[1]) or not is_example_level(trainer.job)]
         first = dist.get_rank() == 0

@@ -72,7 +72,8 @@ class Traits:
     data; `seeded`: each client's, from its key; `cohort`: the same for all clients of a step.
     feedback: whether error feedback is on unless a job says otherwise. scaled: whether values that are sent
     also stand for those that are not, and are multiplied by d/k for it; rescaled: whether they are lengthened
-    to the norm of all. by_round: whether it changes with the round.
+    to the norm of all. by_round: whether it changes with the round. size_tells: whether how many bytes an
+    update has depends on its values.
     """
 
     error: Literal["exact", "unbiased", "bounded"]
@@ -83,6 +84,7 @@ class Traits:
     scaled: bool = False
     rescaled: bool = False
     by_round: bool = False
+    size_tells: bool = False
 
     def contractive(self, elements: int) -> bool:
         """Whether ‖C(x)−x‖² ≤ (1−δ)‖x‖² with a δ > 0 for every x: what error feedback needs."""

@@ -164,6 +164,7 @@ class LargestValues(Encoding):
             feedback=not table.rescale and (table.ratio is not None or table.per == "layer"),
             rescaled=table.rescale,
             by_round=table.warmup > 0,
+            size_tells=True,
         )
 
     @override
@@ -307,7 +308,7 @@ class RandomK(Encoding):
             scaled=self.factor > 1,
         )
 
-    def most(self, elements: int, round: int) -> int:
+    def most(self, elements: int, round: int = 1) -> int:
         """How many values are sent."""
         return -(-elements // self.stride)
 
@@ -317,7 +318,7 @@ class RandomK(Encoding):
         return (
             (whole + 1) * self.codec.size(FRAME // self.stride + 2)
             if whole
-            else self.codec.size(self.most(rest, 1))
+            else self.codec.size(self.most(rest))
         )
 
     @override
@@ -343,6 +344,43 @@ class RandomK(Encoding):
     def read_places(self, source: ByteSource, at: int, size: int, left: int, key: StreamKey) -> np.ndarray:
         """The places of a frame of `size` values, which are not sent."""
         return self._places(at, size, key)
+
+    @property
+    def shared(self) -> bool:
+        """Whether all silos of a step send the same places, as they are: their sum means something."""
+        return self.table.indices == "cohort" and self.codec.dense_dtype == torch.float32
+
+    def unscaled(self) -> RandomK:
+        """The same without the factor: what is clipped, and only then multiplied."""
+        table = self.table.model_copy(update={"scaled": False})
+        return RandomK(self.chain, table, self.codec)
+
+    def places(self, elements: int, key: StreamKey) -> np.ndarray:
+        """The places of all values that are sent, int64 in order; at most `most(elements)`."""
+        frames = (self._places(at, min(FRAME, elements - at), key) + at for at in range(0, elements, FRAME))
+        return np.concatenate([*frames]) if elements else np.empty(0, dtype=np.int64)
+
+    def take(self, vector: np.ndarray, key: StreamKey) -> np.ndarray:
+        """The values that are sent [most(d)], float32; zero where the last stratum's place is beyond d."""
+        taken = np.zeros(self.most(len(vector)), dtype=np.float32)
+        places = self.places(len(vector), key)
+        taken[: len(places)] = vector[places]
+        return taken
+
+    def spread(self, taken: Tensor, elements: int, key: StreamKey) -> Tensor:
+        """The vector [elements] that such values stand for, multiplied by the factor; zero elsewhere."""
+        vector, places = torch.zeros(elements), torch.from_numpy(self.places(elements, key))
+        vector[places] = taken[: len(places)] * self.factor
+        return vector
+
+    def made_up(self, vector: Tensor, key: StreamKey) -> Tensor:
+        """A sum of `unscaled` updates, multiplied by the factor; zero where, by the key, no silo sends any.
+
+        A function of the seed alone: done after the noise, it tells no more than the noisy sum does.
+        """
+        if self.table.indices == "own":
+            return vector * self.factor
+        return self.spread(torch.from_numpy(self.take(vector.numpy(), key)), len(vector), key)
 
     def _places(self, first: int, size: int, key: StreamKey) -> np.ndarray:
         stride, seed = self.stride, key.own if self.table.indices == "own" else key.cohort

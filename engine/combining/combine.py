@@ -17,7 +17,7 @@ from torch import Tensor
 from roundtable.aggregation import AggregationResult, ClientRow, RuleContext, TensorMatrix, aggregate
 from roundtable.aggregation.rows.reductions import is_finite
 from roundtable.core.algorithms.contract import ClientShare
-from roundtable.core.encodings import Encoding
+from roundtable.core.encodings import Encoding, StreamKey
 from roundtable.core.errors import AggregationError
 from roundtable.core.model_delta import published
 from roundtable.core.privacy_table import OwnNoise
@@ -124,6 +124,7 @@ def combine(
     root_update: Tensor | None = None,
     population: int = 1,
     publish: Publish = _published,
+    attempt: int = 1,
 ) -> Combined:
     """The outcome of round `round` (from 1).
 
@@ -131,8 +132,8 @@ def combine(
     way down, the exact one is in the state, and the new one is published as far as the encoding tells it.
     `noise` is the source of central noise, the operating system's unless given; `root_update` [d] is for
     rules that compare with training on trusted data; `population`, how many clients there are, for
-    algorithms with a server's part; `publish` makes what silos get of the exact model in the state.
-    Raises AggregationError where what was received gives no sound answer.
+    algorithms with a server's part; `publish` makes what silos get of the exact model in the state; `attempt`
+    tells random-k its places. Raises AggregationError where what was received gives no sound answer.
     """
     noise = noise or SecureNoise()
     match received, plan.noise:
@@ -148,9 +149,11 @@ def combine(
             delta = _of_groups(plan, received, state, round, seed, diagnose)
     if plan.estimates:
         delta = _estimated(delta, received, state)
-    present = _present(received, delta.account)
+    if plan.thinned is not None:  # After the noise, which hides what was clipped, and not d/k times that.
+        key = StreamKey(seed, round=round, attempt=attempt)
+        delta = replace(delta, vector=plan.thinned.made_up(delta.vector, key))
+    present = divisor = _present(received, delta.account)
     work = _work(received, delta.account) if plan.server is not None else ()
-    divisor = present
     match plan.noise, received:
         case ((FreshNoise(mechanism) | CorrelatedRounds(mechanism)), _):
             # How many there were may be a secret: the model must not tell it.
@@ -158,10 +161,9 @@ def combine(
         case _, Mean():
             divisor = received.divisor or present
     exact = model if state.exact is None else state.exact
-    step = ServerStep(
+    optimizer, vector = ServerStep(
         plan, exact, delta.vector, round, present, max(population, math.ceil(present)), divisor, work
-    )
-    optimizer, vector = step.take(state.optimizer)
+    ).take(state.optimizer)
     if not is_finite(vector):
         raise AggregationError(
             "the new model is not finite although the aggregate is: lower the server's learning rate"

@@ -17,6 +17,7 @@ from roundtable.core.algorithms.contract import AlgorithmPlace, ServerAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerTable
 from roundtable.core.encodings import Encoding
+from roundtable.core.encodings.sparse import RandomK
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.discounts import Discount, constant
 from roundtable.core.layout import Layout
@@ -47,7 +48,7 @@ from roundtable.engine.validation.round_noise import (
     SiloNoise,
 )
 from roundtable.engine.validation.secure_feasibility import check_bounds, check_secure
-from roundtable.engine.validation.transfer_composition import check_transfer
+from roundtable.engine.validation.transfer_composition import check_transfer, thinned
 from roundtable.privacy import (
     Charge,
     central_noise,
@@ -92,7 +93,8 @@ class Plan:
     `noise` says who hides the updates and what a round costs; `strategy` chooses cohorts; `discount` is
     what staleness leaves of an update; `server` is the server's part of an algorithm that has one. `down` is
     how the change from model to model is encoded; None where silos get the exact model. `estimates`: silos
-    send differences from what they have sent (EF21).
+    send differences from what they have sent (EF21). `thinned` multiplies what is published by d/k, after the
+    noise.
     """
 
     aggregation: AggregationConfig
@@ -104,6 +106,7 @@ class Plan:
     server: ServerPart | None = None
     down: Encoding | None = None
     estimates: bool = False
+    thinned: RandomK | None = None
 
     def over(self, layout: Layout) -> Plan:
         """The plan for vectors of this layout, which encodings of models may look at."""
@@ -187,9 +190,9 @@ def make_plan(
     discount = job.round.discount if job.round.mode == "buffered" else constant
     server = algorithm.server()
     part = ServerPart(server, algorithm.places) if server is not None else None
-    down = down_encoding(job, algorithm, folder)
+    down, thin = down_encoding(job, algorithm, folder), thinned(job)
     estimates = job.transfer.memory.way == "ef21"
-    return Plan(aggregation, optimizer, job.privacy, noise, strategy, discount, part, down, estimates)
+    return Plan(aggregation, optimizer, job.privacy, noise, strategy, discount, part, down, estimates, thin)
 
 
 def aggregation_config(table: AggregationTable, folder: Path | None = None) -> AggregationConfig:

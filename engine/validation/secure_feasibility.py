@@ -9,7 +9,7 @@ from roundtable.core.job_tables.metrics_table import check_summed
 from roundtable.core.measures.families import families_in
 from roundtable.core.privacy_table import DistributedLevel, Masking, NoPrivacy, masking_of
 from roundtable.engine.selection import quorum
-from roundtable.privacy import SecureRound, fewest_survivors, shared_noise
+from roundtable.privacy import SecureRound, fewest_survivors, shared_noise, why_not_masked
 from roundtable.privacy.secagg import MINIMUM_COHORT, Least, Quantiser, largest_group, overrun
 from roundtable.privacy.secure_round import ROTATED_UP_TO
 
@@ -176,8 +176,12 @@ def _precision(round: SecureRound) -> str:
     if round.noise is not None:
         return f"{sent}, of {round.parameters.ring_bits} bits a number"
     quantiser, parameters = round.quantiser, round.parameters
-    error = quantiser.expected_error(round.columns, parameters.n)
+    error = quantiser.expected_error(round.values, parameters.n) * (
+        round.sample.factor if round.sample else 1
+    )
     turned = ", after a public random rotation" if round.rotation else ""
+    if round.sample is not None:
+        turned += f", for {round.values:,} of {round.columns:,} values, the same for all silos"
     weights = "" if round.uniform else f" and weights of {parameters.weight_bound}"
     return (
         f"{sent}: {parameters.ring_bits} bits a number{turned}, {quantiser.top:,} levels on either side of "
@@ -235,13 +239,5 @@ def _check_secure_rounds(job: JobConfig) -> None:
         raise PrivacyError(
             'cohort.strategy = "data_size": example counts stay hidden under secure aggregation'
         )
-    if job.transfer.up.startswith("lowrank"):
-        raise PrivacyError(
-            f"transfer.up = {job.transfer.up!r}: factors that each silo makes of its own update do not add "
-            "up; common ones take two masked sums a round, of A Q and then of Pᵀ A, and a round has one: "
-            "leave it out"
-        )
-    if job.transfer.up != "float32":
-        raise PrivacyError(
-            f"transfer.up = {job.transfer.up!r}: masked vectors travel in a form of their own; leave it out"
-        )
+    if why := why_not_masked(job):
+        raise PrivacyError(why)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from roundtable.aggregation import find_rule
 from roundtable.core.config import JobConfig
-from roundtable.core.encodings import Traits, get_encoding
+from roundtable.core.encodings import Encoding, get_encoding
+from roundtable.core.encodings.sparse import RandomK
 from roundtable.core.errors import ConfigError, PrivacyError
-from roundtable.core.privacy_table import BareUpdates, NoPrivacy
+from roundtable.core.privacy_table import BareUpdates, FtrlLevel, NoPrivacy
 
 
 def check_transfer(job: JobConfig, folder: Path | None = None) -> None:
@@ -36,8 +37,8 @@ def _check_choice(job: JobConfig, said: str) -> None:
 
 
 def _check_chain(job: JobConfig, up: str, said: str, folder: Path | None) -> None:
-    rule, traits = job.aggregation.rule, get_encoding(up).traits
-    support = traits.support
+    rule, encoding = job.aggregation.rule, get_encoding(up)
+    support = encoding.traits.support
     by_coordinate = support in ("seeded", "own") and find_rule(rule, folder).kept is not None
     if by_coordinate and support == "seeded":
         raise ConfigError(
@@ -50,7 +51,7 @@ def _check_chain(job: JobConfig, up: str, said: str, folder: Path | None) -> Non
             "coordinate, which shortens the aggregate",
             stacklevel=4,
         )
-    _check_private(job, traits, said, up)
+    _check_private(job, encoding, said)
     if job.transfer.memory.way == "ef21":
         _check_fixed_cohort(job)
     if job.transfer.momentum and job.aggregation.server_optimizer.name != "fedavg":
@@ -108,7 +109,24 @@ def _check_fixed_cohort(job: JobConfig) -> None:
         )
 
 
-def _check_private(job: JobConfig, traits: Traits, said: str, up: str) -> None:
+def as_counted(job: JobConfig, chain: str) -> Encoding:
+    """How the coordinator decodes updates: random-k without its factor where clip and noise come first."""
+    return thin.unscaled() if (thin := _thinned(job, chain)) else get_encoding(chain)
+
+
+def thinned(job: JobConfig) -> RandomK | None:
+    """The random-k that makes up for what was not sent, after the noise; None where there is none."""
+    return None if job.transfer.automatic else _thinned(job, job.transfer.up)
+
+
+def _thinned(job: JobConfig, chain: str) -> RandomK | None:
+    if not isinstance(job.privacy, BareUpdates):
+        return None
+    encoding = get_encoding(chain)
+    return encoding if isinstance(encoding, RandomK) and encoding.traits.scaled else None
+
+
+def _check_private(job: JobConfig, encoding: Encoding, said: str) -> None:
     """Where the coordinator adds the noise; a silo that adds its own encodes what is private already."""
     if not isinstance(job.privacy, BareUpdates):
         return
@@ -119,14 +137,24 @@ def _check_private(job: JobConfig, traits: Traits, said: str, up: str) -> None:
             "of rounds in which it took part comes with later updates, and no proof of amplification by "
             'sampling covers that: set transfer.feedback = "off"'
         )
-    if get_encoding(up).keeps:
+    if encoding.keeps:
         raise PrivacyError(
             f"{said} {under}: the factors that a silo keeps are of rounds in which it took part, they come "
             "with later updates, and no proof of amplification by sampling covers that: set warm=false"
         )
-    if traits.scaled:
+    if encoding.traits.size_tells:
         raise PrivacyError(
-            f"{said} {under}: the coordinator clips what it decoded, and values that are multiplied by d/k "
-            "before would be clipped away: multiply after the noise, by scaled=false, transfer.feedback = "
-            '"off", and d/k times aggregation.server_optimizer.learning_rate'
+            f"{said} {under}: how many bytes an update has depends on its values, and whoever watches the "
+            "line counts them: no noise covers that. Choose what has always as many, like int4 or randomk"
+        )
+    traits = encoding.traits
+    if traits.scaled and not isinstance(encoding, RandomK):
+        raise PrivacyError(
+            f"{said} {under}: the coordinator clips what it decoded, and values that stand for others too "
+            "would be clipped away; choose what is not scaled, or randomk, which is scaled after the noise"
+        )
+    if traits.scaled and traits.support == "cohort" and isinstance(job.privacy, FtrlLevel):
+        raise PrivacyError(
+            f"{said} {under}: the noise of a round takes off that of earlier ones, which had other places: "
+            "set indices=own"
         )

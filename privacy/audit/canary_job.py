@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from roundtable.core.config import JobConfig
+from roundtable.core.encodings import get_encoding
+from roundtable.core.encodings.sparse import RandomK
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import (
-    BareUpdates,
     ClientLocalLevel,
     DistributedLevel,
     ExampleLevel,
@@ -176,7 +177,7 @@ class CanaryJob:
         """The job that runs canaries under the job's own noise, or with `faint` under next to none.
 
         At level `example` `steps` are those of a round: one if faint, so that each draw of a batch is seen by
-        itself, unless stated.
+        itself, unless stated. Faint rounds send all values, so that each canary that is drawn is heard.
         """
         privacy = self.privacy
         change: dict[str, Any] = {"epsilon": None, "noise_multiplier": self.noise_multiplier}
@@ -198,8 +199,7 @@ class CanaryJob:
             "aggregation": {"weighting": "uniform"},
             "evaluation": {"every": 0},
             "privacy": {**privacy.model_dump(), **change},
-            # What a silo encodes after noise of its own is no Gaussian any more, and no less private.
-            "transfer": self.job.transfer.model_dump() if isinstance(privacy, BareUpdates) else {},
+            "transfer": {} if alone or (faint and self._sample) else self._transfer,
             "simulation": {
                 "clients": self.clients,
                 "backend": "sequential",
@@ -208,14 +208,23 @@ class CanaryJob:
         }
         return JobConfig.model_validate(values)
 
-    def traces(self, models: Sequence[Tensor], clip_norms: Sequence[float]) -> CanaryTraces:
+    def traces(
+        self, models: Sequence[Tensor], clip_norms: Sequence[float], faint: bool = False
+    ) -> CanaryTraces:
         """What each round added to the model before it; `models` are those of rounds 0 to R `[dimension]`.
 
-        `clip_norms` are those in force in rounds 1 to R.
+        `clip_norms` are those in force in rounds 1 to R, `faint` as in `config`. Noise that random-k has set
+        to zero is left out.
         """
         vectors = np.stack([model.double().numpy() for model in models])
         steps = np.diff(vectors, axis=0) * self._denominator / np.asarray(clip_norms)[:, None]
-        return CanaryTraces(steps[:, 1 : 1 + self.units], steps[:, 1 + self.units :])
+        scores, noise = steps[:, 1 : 1 + self.units], steps[:, 1 + self.units :]
+        sample = None if faint else self._sample
+        if sample is None:
+            return CanaryTraces(scores, noise)
+        drawn = [row[row != 0] for row in noise]
+        shown = min(map(len, drawn))
+        return CanaryTraces(scores / sample.factor, np.stack([row[:shown] for row in drawn]) / sample.factor)
 
     def signal(self, rounds: int) -> NDArray[np.float64]:
         """How much a unit that takes part as often as one release may tell contributes to each round."""
@@ -272,6 +281,21 @@ class CanaryJob:
                 return float(example_training(self.job, self.population)[0].batch_size or 1)
             case _:
                 return sampling_of(self.job, self.population).cohort
+
+    @property
+    def _transfer(self) -> dict[str, Any]:
+        """How updates travel before the noise.
+
+        What is encoded after it, by a silo that hides its own data or on the way down, is no Gaussian any
+        more, and no less private.
+        """
+        return {**self.job.transfer.model_dump(), "down": "float32"}
+
+    @property
+    def _sample(self) -> RandomK | None:
+        """The random-k whose factor follows the noise; None where there is none."""
+        encoding = None if isinstance(self.privacy, OwnNoise) else get_encoding(self.job.transfer.up)
+        return encoding if isinstance(encoding, RandomK) else None
 
     def _correlated(self, rounds: int) -> MatrixMechanism:
         job = self.job.model_copy(update={"rounds": rounds})

@@ -96,6 +96,7 @@ class Combiner:
             root_update=self._root_update(action, old),
             population=action.population,
             publish=publish,
+            attempt=action.step.attempt,
         )
         model = new_model(self._job, old, combined.vector, action.step.round, guarantee.statement)
         parts = {"model": model_blocks(model)}

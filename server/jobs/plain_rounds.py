@@ -13,6 +13,7 @@ from roundtable.core.errors import SiteFailure, StorageError
 from roundtable.core.layout import Layout
 from roundtable.engine import Rows
 from roundtable.engine import messages as m
+from roundtable.engine.validation.transfer_composition import as_counted
 from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.round_collection import Pay
@@ -32,7 +33,7 @@ class PlainRounds:
     """The collection without a protocol: it needs no messages and no state beside the uploads."""
 
     def __init__(self, job: JobConfig, sent: Layout, services: JobServices) -> None:
-        self._transfer = job.transfer
+        self._job = job
         self._sent = sent
         self._seed = job.seed
         self._columns = sent.size
@@ -43,7 +44,7 @@ class PlainRounds:
 
     def problem(self, client: str, offer: UploadOffer, encoding: str) -> str:
         if offer.encoding != encoding:
-            who = "the silo was told" if self._transfer.automatic else "the job says"
+            who = "the silo was told" if self._job.transfer.automatic else "the job says"
             return f"the update is encoded as {offer.encoding!r}, {who} {encoding!r}"
         return self._problem(offer, get_encoding(encoding).over(self._sent))
 
@@ -95,7 +96,7 @@ class PlainRounds:
 
     def _encoding_of(self, update: m.Update) -> Encoding:
         chosen = update.transfer.encoding if update.transfer else ""
-        return get_encoding(chosen or self._transfer.up).over(self._sent)
+        return as_counted(self._job, chosen or self._job.transfer.up).over(self._sent)
 
     def take_up(self, step: m.Step) -> None:
         return

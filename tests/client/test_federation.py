@@ -71,12 +71,19 @@ async def test_training_processes_give_the_same_model_under_secure_aggregation(
     secure = JobConfig.model_validate(
         {**table, "privacy": {"level": "none", "secure_aggregation": True, "clip_norm": 10.0}}
     )
+    up = {"up": "randomk(ratio=0.25, indices=cohort)"}
+    thin = JobConfig.model_validate({**secure.model_dump(), "rounds": 1, "transfer": up})
     model = initial_model(plain, load_task("toy.py", folder))
     async with agents(*(silo(federation, name) for name in NAMES)):
         status, _, seen = await asyncio.to_thread(run_job, federation, plain, model)
         assert status == "finished"
         status, history, hidden = await asyncio.to_thread(run_job, federation, secure, model)
         assert status == "finished"
+        status, _, fewer = await asyncio.to_thread(run_job, federation, thin, model)
+        assert status == "finished"
+    moved = (fewer.vector != model.vector).nonzero().flatten()
+    assert len(moved) <= -(-model.layout.size // 4)
+    assert len((moved // 4).unique()) == len(moved) > model.layout.size // 8, "one of four neighbours"
     # Equal up to rounding: 10 · 10922⁻¹ for a silo of weight 1, a 32nd of it for these.
     assert (seen.vector - hidden.vector).abs().max() < 1e-3
     assert history[0]["charge"]["examples"] == 96

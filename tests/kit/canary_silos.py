@@ -134,7 +134,8 @@ class Audited:
             models = [await operator.fetch(record["model"]) for record in records]
         assert len(models) == config.rounds
         vectors = [start.vector, *(self._vector(model) for model in models)]
-        return self.canary.traces(vectors, [self.canary.privacy.clip_norm] * len(models)), records[-1]
+        norms = [self.canary.privacy.clip_norm] * len(models)
+        return self.canary.traces(vectors, norms, task == "faint"), records[-1]
 
     async def _all_there(self, operator: Operator) -> None:
         """Who is there when a job begins is its population."""

@@ -12,7 +12,7 @@ from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, InvalidUpdate, PrivacyError
 from roundtable.core.seeds import numpy_generator
-from roundtable.privacy import Charge, SecureRound, SeededNoise
+from roundtable.privacy import Charge, SecureRound, SeededNoise, why_not_masked
 from roundtable.privacy.secagg import plain_sum
 
 COLUMNS = 1000
@@ -189,3 +189,54 @@ def test_noise_below_the_promise_is_never_unmasked() -> None:
     )
     assert round.parameters.t == 14
     assert round.fewest == 18
+
+
+@pytest.mark.parametrize("ring", ["", "ring_bits = 12"])
+def test_of_random_k_only_the_values_that_are_sent_are_masked(ring: str) -> None:
+    """One of four neighbours, the same for all silos; what the mean stands for is four times that."""
+    up = '[aggregation]\nweighting = "uniform"\n[transfer]\nup = "randomk(ratio=0.25, indices=cohort)"'
+    rows = vectors(4)
+    rounds = [SecureRound.of(job(f"clip_norm = 2.0\n{ring}", up), COLUMNS, 4, number) for number in (1, 2)]
+    whole = SecureRound.of(
+        job(f"clip_norm = 2.0\n{ring}", up.replace("randomk(ratio=0.25, indices=cohort)", "float32")),
+        COLUMNS,
+        4,
+        1,
+    )
+    seen = []
+    for round in rounds:
+        assert round.values == COLUMNS // 4
+        assert round.upload_bytes < 0.35 * whole.upload_bytes
+        total = plain_sum([round.encode(row, 1, None) for row in rows], round.parameters).total
+        mean = round.decode(total, 4, 4).vector.numpy()
+        places = np.flatnonzero(mean)
+        assert (np.diff(places // 4) <= 1).all()
+        np.testing.assert_allclose(mean[places], 4 * rows.mean(0)[places], atol=1e-2)
+        seen.append(set(places.tolist()))
+    assert seen[0] != seen[1]
+    # All silos miss the same values: the error of the mean is that of one, and no average of four.
+    error = np.linalg.norm(mean - rows.mean(0)) / np.linalg.norm(rows.mean(0))
+    assert error == pytest.approx(3**0.5, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "reason"),
+    [
+        (
+            'up = "topk(ratio=0.1)"\nfeedback = "off"',
+            "each silo sends values of its own choice, which tells of",
+        ),
+        (
+            'up = "randomk(ratio=0.1)"',
+            "each silo sends other values, which do not add up; set indices=cohort",
+        ),
+        (
+            'up = "randomk(ratio=0.1, indices=cohort) | int8"',
+            "or choose randomk(ratio=..., indices=cohort) alone",
+        ),
+        ('up = "randomk(ratio=0.1, indices=cohort, scaled=false)"', "what of its own update was counted"),
+        ('up = "int4"', "masked vectors travel in a form of their own"),
+    ],
+)
+def test_what_does_not_add_up_is_refused_with_the_reason(transfer: str, reason: str) -> None:
+    assert reason in why_not_masked(job(before=f"[transfer]\n{transfer}"))

@@ -88,7 +88,14 @@ class MultiLevel(Encoding):
         self._codec = codec
         above = self._above(table.large)
         worst = max(each.traits.worst(table.large) for each in (self._by_ratio, self._dense, above))
-        self.traits = Traits("bounded", lambda n: worst, codec.traits.lengthens, support="own", feedback=True)
+        self.traits = Traits(
+            "bounded",
+            lambda n: worst,
+            codec.traits.lengthens,
+            support="own",
+            feedback=True,
+            size_tells=True,
+        )
 
     @override
     def over(self, layout: Layout) -> MultiLevel:

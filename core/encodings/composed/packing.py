@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ class Packed(Encoding):
         self.table = table
         self.inner = inner
         self.width = width
-        self.traits = inner.traits
+        self.traits = replace(inner.traits, size_tells=True)
         self.keeps = inner.keeps
 
     @override

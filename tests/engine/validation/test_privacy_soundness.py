@@ -6,7 +6,7 @@ import pytest
 
 from roundtable.core import parse_job
 from roundtable.core.errors import ConfigError, PrivacyError
-from roundtable.engine import make_plan
+from roundtable.engine import Plan, make_plan
 
 SOUND = {
     "aggregation": 'weighting = "uniform"',
@@ -17,11 +17,11 @@ SOUND = {
 LEVELS = ("client", "client_local", "dp_ftrl", "example")
 
 
-def plan(level: str, more: str = "", **tables: str) -> None:
+def plan(level: str, more: str = "", **tables: str) -> Plan:
     text = {**SOUND, **tables}
     text["privacy"] = text["privacy"].format(level=level, more=more)
     job = parse_job('task = "t"\n' + "".join(f"[{name}]\n{body}\n" for name, body in text.items()))
-    make_plan(job, 50)
+    return make_plan(job, 50)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -55,21 +55,26 @@ def test_metrics_on_public_data_are_a_statement_of_the_job(level: str) -> None:
     [
         ('up = "topk(ratio=0.05) | int8"', "no proof of amplification by sampling covers that"),
         ('up = "sign"', "no proof of amplification by sampling covers that"),
-        ('up = "randomk(ratio=0.1)"', "would be clipped away: multiply after the noise"),
-        ('up = "randomk(ratio=0.1, indices=cohort) | int8"', "would be clipped away"),
+        ('up = "topk(ratio=0.05)"\nfeedback = "off"', "how many bytes an update has depends on its values"),
+        ('up = "topk(threshold=0.1)"', "how many bytes an update has depends on its values"),
     ],
 )
 def test_what_an_encoding_must_not_do_before_the_coordinators_noise(
     level: str, up: str, complaint: str
 ) -> None:
-    """A silo with noise of its own encodes what is private already; as told, the job is accepted."""
+    """A silo with noise of its own encodes what is private already; random-k is scaled after the noise."""
     if level in ("client_local", "example"):
         plan(level, transfer=up)
         return
     with pytest.raises(PrivacyError, match=complaint):
         plan(level, transfer=up)
-    told = up.replace("ratio=0.1", "ratio=0.1, scaled=false") + '\nfeedback = "off"'
-    plan(level, transfer=told)
+    thinned = plan(level, transfer='up = "randomk(ratio=0.1) | int8"').thinned
+    assert thinned is not None
+    assert thinned.factor == 10
+    assert plan(level, transfer='up = "randomk(ratio=0.1, scaled=false)"\nfeedback = "off"').thinned is None
+    if level == "dp_ftrl":
+        with pytest.raises(PrivacyError, match="which had other places: set indices=own"):
+            plan(level, transfer='up = "randomk(ratio=0.1, indices=cohort)"')
 
 
 @pytest.mark.parametrize("level", ["client", "client_local", "dp_ftrl"])
