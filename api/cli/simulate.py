@@ -177,7 +177,7 @@ def _values(result: Result) -> dict[str, Any]:
         "privacy": result.model.metadata.get("privacy"),
         "clients": list(result.clients),
         "cross_site": None if result.cross_site is None else list(result.cross_site),
-        "fairness": {name: asdict(found) for name, found in result.clients.fairness.items()},
+        "fairness": result.clients.plain_fairness,
         "frozen": travel_note(result.job, result.model.layout),
         "run_dir": str(result.run_dir) if result.run_dir else None,
         "job": json.loads(result.job.to_json()),

@@ -6,8 +6,9 @@ import csv
 import io
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -15,7 +16,7 @@ from roundtable.core.config import JobConfig, StopTable
 from roundtable.core.foreign_text import printable
 from roundtable.core.paths import AnyPath
 from roundtable.engine.messages import RoundRecord
-from roundtable.engine.metrics import means, worked_out
+from roundtable.engine.metrics import Sums, means, worked_out
 from roundtable.engine.stopping import larger_is_better
 from roundtable.simulation.reporting.notebook import html_table
 from roundtable.simulation.world.natural_names import NaturalNames
@@ -51,9 +52,15 @@ class ClientTable:
     @classmethod
     def of(cls, job: JobConfig, record: RoundRecord, names: NaturalNames) -> ClientTable:
         """Of a committed round; without rows where no client told what it measured."""
-        told = record.client_metrics.items()
-        rows = {name: means(worked_out(sums, job.metrics)[0]) for name, sums in told}
-        return cls(record.round, rows, job.stop, names)
+        return cls.of_sums(job, record.round, record.client_metrics, names)
+
+    @classmethod
+    def of_sums(
+        cls, job: JobConfig, round: int, told: Mapping[str, Sums], names: NaturalNames | None = None
+    ) -> ClientTable:
+        """Of what each client told of the model of a round."""
+        rows = {name: means(worked_out(sums, job.metrics)[0]) for name, sums in told.items()}
+        return cls(round, rows, job.stop, names or NaturalNames())
 
     @property
     def columns(self) -> list[str]:
@@ -76,6 +83,11 @@ class ClientTable:
             found[metric] = Fairness(len(values), mean, spread, math.fsum(worst) / tenth, larger)
         return found
 
+    @property
+    def plain_fairness(self) -> dict[str, dict[str, Any]]:
+        """The same as plain values."""
+        return {metric: asdict(found) for metric, found in self.fairness.items()}
+
     def __iter__(self) -> Iterator[dict[str, str | int | float]]:
         return ({"round": self.round, **self._who(client), **row} for client, row in self.rows.items())
 
@@ -92,16 +104,20 @@ class ClientTable:
             Path(path).write_text(text.getvalue(), encoding="utf-8")
         return text.getvalue()
 
-    def lines(self) -> list[str]:
-        """The table for a terminal: the first clients, then what is even and what is not."""
-        columns = self.columns
-        cells = [["client", *map(printable, columns)]]
-        first = [*self.rows.items()][:_SHOWN]
-        cells += [[printable(self.names.of(client)), *_texts(row, columns)] for client, row in first]
-        fairness = self.fairness
+    def cells(self, most: int | None = None) -> list[list[str]]:
+        """The table in words, below its head: the first clients, then what is even and what is not."""
+        columns, fairness = self.columns, self.fairness
+        first = [*self.rows.items()][:most]
+        cells = [[printable(self.names.of(client)), *_texts(row, columns)] for client, row in first]
         for label in ("mean", "spread", "worst_tenth") if fairness else ():
             figures = {metric: getattr(found, label) for metric, found in fairness.items()}
             cells.append([label.replace("_", " "), *_texts(figures, columns)])
+        return cells
+
+    def lines(self) -> list[str]:
+        """The table for a terminal."""
+        columns = self.columns
+        cells = [["client", *map(printable, columns)], *self.cells(_SHOWN)]
         widths = [max(len(line[place]) for line in cells) for place in range(len(columns) + 1)]
         lines = [
             "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells

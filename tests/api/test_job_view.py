@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from roundtable.cli.jobs.job import _file_named
-from roundtable.cli.jobs.job_view import loading_lines, print_detail
+from roundtable.cli.jobs.job_view import loading_lines, measured_by_silo, print_detail
 from roundtable.cli.jobs.watch import JsonLines, Live, PlainLines, progress_panel
+from roundtable.core import parse_job
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.proto.common_pb2 import Event
@@ -128,3 +129,35 @@ def test_a_model_gets_a_name_that_every_file_system_takes(name: str, file: str) 
 def test_a_name_that_is_no_files_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="say where, with -o FILE"):
         _file_named(name)
+
+
+def test_the_newest_evaluated_model_is_shown_at_each_silo(capsys: pytest.CaptureFixture[str]) -> None:
+    def record(number: int, told: dict[str, dict[str, list[float]]]) -> str:
+        empty = {"training": {}, "evaluation": {}, "before": {}, "charge": {}, "withheld": ["cohort"]}
+        return json.dumps({"round": number, "client_metrics": told, "started": 0.0, "ended": 1.0, **empty})
+
+    config = parse_job(
+        'task = "t"\nrounds = 3\n[metrics]\nerror = "10 - accuracy"\n[stop]\nmetric = "error"\n'
+    )
+    told = {"alder": {"accuracy": [9.0, 10]}, "birch": {"accuracy": [1.0, 4]}, "cedar": {"loss": [1.0, 2]}}
+    detail = JobDetail(
+        job=Job(id="abc", name="digits", status="running", rounds=3),
+        history=[record(1, {"alder": {"accuracy": [0.0, 1]}}), record(2, told), record(3, {})],
+        job_config=config.to_json(),
+    )
+    print_detail(detail)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    at = lines.index(["model", "2", "at", "accuracy", "error", "loss"])
+    assert lines[at + 1 : at + 7] == [
+        ["alder", "0.9", "1"],
+        ["birch", "0.25", "9"],
+        ["cedar", "0.5"],
+        ["mean", "0.575", "5"],
+        ["spread", "0.325", "4"],
+        ["worst", "tenth", "0.25", "9"],
+    ]
+    table = measured_by_silo([json.loads(one) for one in detail.history], detail.job_config)
+    assert table is not None
+    assert list(table)[1] == {"round": 2, "client": "birch", "accuracy": 0.25, "error": 9.0}
+    assert table.plain_fairness["error"]["worst_tenth"] == 9.0
+    assert measured_by_silo([json.loads(record(1, {}))], detail.job_config) is None

@@ -14,7 +14,13 @@ from roundtable.cli.jobs.chosen_model import model_of
 from roundtable.cli.jobs.diagnose import diagnose
 from roundtable.cli.jobs.job_log import job_log
 from roundtable.cli.jobs.job_privacy import job_privacy
-from roundtable.cli.jobs.job_view import loading_lines, print_detail, summary_of, transfer_sums
+from roundtable.cli.jobs.job_view import (
+    loading_lines,
+    measured_by_silo,
+    print_detail,
+    summary_of,
+    transfer_sums,
+)
 from roundtable.cli.jobs.keeping import archive, clone, delete, download
 from roundtable.cli.jobs.queue import hold, move, release, show_queue
 from roundtable.cli.jobs.submit import apply, submit
@@ -125,6 +131,9 @@ def show(
         values["job_config"] = json.loads(detail.job_config or "{}")
         values["history"] = [json.loads(record) for record in detail.history]
         values["transfer"] = transfer_sums(values["history"])
+        measured = measured_by_silo(values["history"], detail.job_config)
+        values["measured"] = [] if measured is None else list(measured)
+        values["fairness"] = {} if measured is None else measured.plain_fairness
         print_json(values)
     else:
         print_detail(detail)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from roundtable.core.job_tables.task_table import JobTaskTable
     from roundtable.preparation import Prepared
     from roundtable.proto.operator_pb2 import ClientActivity, JobDetail
+    from roundtable.simulation.reporting.client_table import ClientTable
 
 
 def loading_lines(task: JobTaskTable, path: Path, *, partial: bool = False) -> list[str]:
@@ -87,6 +88,7 @@ def print_detail(detail: JobDetail) -> None:
     if records:
         say()
         _print_history(records)
+        _print_measured(measured_by_silo(records, detail.job_config))
         _print_transfers(records)
 
 
@@ -163,6 +165,24 @@ def _print_history(records: list[dict[str, Any]]) -> None:
         for record, each in zip(records, figures, strict=True)
     ]
     print_table(("round", *names, "silos", "up", "down", "time"), rows, "")
+
+
+def measured_by_silo(records: list[dict[str, Any]], config: str) -> ClientTable | None:
+    """What each silo measured of the newest model that silos told figures of; None where none did, or where
+    they may not be told."""
+    from roundtable.core.config import job_from_json
+    from roundtable.simulation.reporting.client_table import ClientTable
+
+    told = [record for record in records if record.get("client_metrics")]
+    if not told or not config:
+        return None
+    return ClientTable.of_sums(job_from_json(config), told[-1]["round"], told[-1]["client_metrics"])
+
+
+def _print_measured(table: ClientTable | None) -> None:
+    if table is not None and table.columns:
+        say()
+        print_table((f"model {table.round} at", *table.columns), table.cells(), "")
 
 
 def way_of(record: Mapping[str, Any]) -> tuple[str, str]:
