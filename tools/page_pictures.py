@@ -1,4 +1,4 @@
-"""Pictures of the coordinator's page for the docs: real silos train the digits example, a browser looks.
+"""Pictures of the coordinator's page and of a silo's for the docs: real silos train the digits example.
 
     .venv/bin/python tools/page_pictures.py [--out docs/figures]
 
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,9 @@ from roundtable.demo import HOST, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "digits"
-SILOS = ("alder", "birch", "cedar", "hospital-north")
+SHOWN = "alder"
+"""Whose page is shown: its people are asked for each job, and have said yes to the first."""
+SILOS = (SHOWN, "birch", "cedar", "hospital-north")
 ROUNDS = {"digits": 12, "digits-slow": 12, "digits-next": 3000}
 PATIENCE = 300_000.0
 
@@ -42,17 +45,20 @@ def main() -> None:
     if browser is None:
         raise SystemExit("no browser here: `make browser` installs Chromium where it can")
     with tempfile.TemporaryDirectory() as folder, Children(Path(folder) / "logs") as children:
-        page, token = _begin(Path(folder), children)
+        page, token, own = _begin(Path(folder), children)
         with sync_playwright() as playwright:
-            opened = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-            context = opened.new_context(ignore_https_errors=True, viewport={"width": 1280, "height": 900})
+            opened = playwright.chromium.launch(
+                executable_path=browser, args=["--no-sandbox", "--ignore-certificate-errors"]
+            )
+            context = opened.new_context(viewport={"width": 1280, "height": 900})
             context.set_default_timeout(PATIENCE)
             _look(context.new_page(), page, token, out)
+            _look_at_silo(context.new_page(), own, out)
             opened.close()
 
 
-def _begin(folder: Path, children: Children) -> tuple[str, str]:
-    """A coordinator, silos and jobs; the page's address and a token for it."""
+def _begin(folder: Path, children: Children) -> tuple[str, str, str]:
+    """A coordinator, silos and jobs; the page's address, a token for it, and the address of a silo's page."""
     authority, address, page = folder / "ca", f"{HOST}:{free_port()}", f"{HOST}:{free_port()}"
     create_ca(authority, "Roundtable CA")
     issue(authority, "coordinator", "coordinator", folder / "coordinator", [HOST, "localhost"])
@@ -67,9 +73,12 @@ def _begin(folder: Path, children: Children) -> tuple[str, str]:
         np.savez(
             silo / "digits.npz", images=images[rows].astype("uint8"), labels=labels[rows].astype("uint8")
         )
+        asks = f'page = "{HOST}:{free_port()}"\n' if name == SHOWN else ""
+        rules = "[policy]\napproval = true\nrounds = 5000\nmetrics_digits = 3\n" if name == SHOWN else ""
         (silo / "agent.toml").write_text(
-            f'coordinator = "{address}"\ncredentials = "credentials"\nstate = "state"\n'
-            f'[tasks]\ndigits = "{EXAMPLE / "digits.py"}:Digits"\n[data]\ndigits = "{silo / "digits.npz"}"\n'
+            f'{asks}coordinator = "{address}"\ncredentials = "credentials"\nstate = "state"\n'
+            f'[tasks]\ndigits = "{EXAMPLE / "digits.py"}:Digits"\n'
+            f'[data]\ndigits = "{silo / "digits.npz"}"\n{rules}'
         )
         children.start(name, ["client", "--config", str(silo / "agent.toml")])
     environment = {
@@ -89,8 +98,13 @@ def _begin(folder: Path, children: Children) -> tuple[str, str]:
         raise SystemExit(done.stderr)
 
     token = json.loads(run("token", "create", "maria", "--role", "operator", "--json"))["token"]
+    own = ("client", "--config", str(folder / SHOWN / "agent.toml"))
     for seed, (name, rounds) in enumerate(ROUNDS.items()):
         changes = [f"name={name}", f"rounds={rounds}", f"seed={seed}"]
+        last = name == list(ROUNDS)[-1]
+        if not last:
+            # It waits until the shown silo's people have said yes.
+            changes.append(f"cohort.minimum={len(SILOS)}")
         if name == "digits-slow":
             changes.append("algorithm.learning_rate=0.01")
         run(
@@ -99,7 +113,27 @@ def _begin(folder: Path, children: Children) -> tuple[str, str]:
             str(EXAMPLE / "job.toml"),
             *(part for each in changes for part in ("--set", each)),
         )
-    return f"https://{page}", token
+        if not last:
+            run(*own, "approve", "--yes", _asked(run, *own))
+            while (status := _status(run, name)) != "finished":
+                if status == "paused":
+                    run("job", "resume", name)
+                time.sleep(0.5)
+    return f"https://{page}", token, run(*own, "page").strip()
+
+
+def _status(run: Callable[..., str], name: str) -> str:
+    jobs = json.loads(run("job", "list", "--json"))
+    return next(str(job["status"]) for job in jobs if job["name"] == name)
+
+
+def _asked(run: Callable[..., str], *own: str) -> str:
+    """The job that waits for the silo's people, once there is one."""
+    while True:
+        waiting = [job["job"] for job in json.loads(run(*own, "jobs", "--json")) if not job["approved"]]
+        if waiting:
+            return str(waiting[0])
+        time.sleep(0.2)
 
 
 def _look(page: Page, address: str, token: str, out: Path) -> None:
@@ -128,6 +162,22 @@ def _look(page: Page, address: str, token: str, out: Path) -> None:
     page.set_viewport_size({"width": 1280, "height": 1500})
     page.wait_for_timeout(1000)
     page.screenshot(path=out / "page-job.png")
+
+
+def _look_at_silo(page: Page, address: str, out: Path) -> None:
+    page.goto(address)
+    page.get_by_role("link", name="Read and approve").wait_for()
+    page.wait_for_timeout(1500)
+    page.screenshot(path=out / "silo-jobs.png")
+    page.get_by_role("link", name="What left").click()
+    page.get_by_text("The silo's log holds together").wait_for()
+    page.screenshot(path=out / "silo-left.png")
+    page.get_by_role("link", name="Policy").click()
+    page.screenshot(path=out / "silo-policy.png")
+    page.get_by_role("navigation").get_by_role("link", name="Jobs").click()
+    page.get_by_role("link", name="digits-next").click()
+    page.get_by_role("row").filter(has_text="changed, was").first.wait_for()
+    page.screenshot(path=out / "silo-job.png")
 
 
 if __name__ == "__main__":

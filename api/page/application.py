@@ -16,13 +16,12 @@ from urllib.parse import parse_qs, quote
 import grpc
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from roundtable.core.errors import ConfigError, IdentityError, ResourceError, RoundtableError
 from roundtable.core.foreign_text import printable
-from roundtable.page.job_settings import settings_of
 from roundtable.page.live import LiveTopics, topics_of
 from roundtable.page.page_calls import CHANGES, READS, PageCall
 from roundtable.page.shown_rounds import rounds_of
@@ -33,16 +32,12 @@ from roundtable.server.auth.page_sessions import PageSession, forgery_token
 from roundtable.server.auth.permissions import PERMISSIONS
 from roundtable.server.auth.principals import credential_of
 from roundtable.server.dashboard import BehindThePage
+from roundtable.web.job_settings import settings_of
+from roundtable.web.web_files import WebFiles
 
 log = logging.getLogger("roundtable.page")
 
-STATIC = Path(__file__).parent / "static"
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
+_FILES = WebFiles(Path(__file__).parent / "static")
 GATHER_SECONDS = 0.1
 QUIET_SECONDS = 15.0
 LOOK_AGAIN_SECONDS = 2.0
@@ -97,10 +92,10 @@ class Application:
     async def _page(self, request: Request) -> Response:
         if await self._who(request) is None:
             return RedirectResponse(f"/sign-in?next={quote(request.url.path, safe='/')}", 303)
-        return _file("index.html")
+        return _FILES.answer("index.html")
 
     async def _sign_in_page(self, request: Request) -> Response:
-        return _file("sign-in.html")
+        return _FILES.answer("sign-in.html")
 
     async def _sign_in(self, request: Request) -> Response:
         """Exchanges a token, of ours or of the identity provider, for a session."""
@@ -134,7 +129,7 @@ class Application:
         return answer
 
     async def _static(self, request: Request) -> Response:
-        return _file(request.path_params["name"])
+        return _FILES.answer(request.path_params["name"])
 
     async def _session(self, request: Request) -> Response:
         """Who is signed in, what they may call, and the token that changes need."""
@@ -303,17 +298,6 @@ def _call(table: dict[str, PageCall], name: str) -> PageCall:
     if name not in table:
         raise Refusal(grpc.StatusCode.NOT_FOUND, f"the page asks nothing called {printable(name, 40)!r}")
     return table[name]
-
-
-def _file(name: str) -> Response:
-    """A file of the page: by its name among those there are, never by a path."""
-    path = _FILES.get(name)
-    if path is None:
-        return JSONResponse({"error": "there is no such file"}, 404)
-    return FileResponse(path, media_type=TYPES[path.suffix], headers={"cache-control": "no-cache"})
-
-
-_FILES = {path.name: path for path in sorted(STATIC.iterdir()) if path.suffix in TYPES}
 
 
 def _onwards(wanted: str) -> str:

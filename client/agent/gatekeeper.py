@@ -8,6 +8,7 @@ with all the reasons.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -35,6 +36,8 @@ from roundtable.core.observability.released import Tells, Told, tell
 
 _log = logging.getLogger("roundtable.agent")
 _TRAIN = "train"
+METRICS_SENT = "metrics_sent"
+"""The action under which the silo's log keeps which figures of an evaluation have left."""
 _SIGNED_SECONDS = 30 * 86400.0
 """How old a signature may be under a job that the silo meets for the first time."""
 _AHEAD_SECONDS = 3600.0
@@ -67,9 +70,7 @@ class Gatekeeper:
             known = self._known(step, instruction, job)
             reasons = self.rules.objections(job, known.submitter or None, datetime.now())
             reasons += self._to_sum(known, job)
-            if self._config.policy.approval and not reasons and self._jobs.approval(known) is None:
-                how = f"roundtable client approve {known.id}"
-                reasons.append(f"a person at this silo has to approve the job first: {how}")
+            reasons += self._to_decision(known, bool(reasons))
             reasons += self._to_step(step, instruction, job, known)
             if self._jobs.get(known.id) is None:
                 (self._jobs.ask if reasons else self._jobs.remember)(known)
@@ -99,10 +100,23 @@ class Gatekeeper:
         most = self._config.policy.seconds
         return max(0.0, deadline if most is None else min(deadline, most))
 
-    def evaluated(self, job: JobConfig, metrics: Metrics) -> Told[dict[str, tuple[float, int]]]:
-        """What of an evaluation's metrics leaves the silo: none where the job hides them; whether the policy
-        lets any, `admit` has decided."""
-        return tell(job.privacy, Tells.EVALUATION, self.rules.leaving(metrics), {})
+    def evaluated(
+        self, step: StepKey, job: JobConfig, metrics: Metrics
+    ) -> Told[dict[str, tuple[float, int]]]:
+        """What of an evaluation's metrics leaves the silo, written down before it does: none where the job
+        hides them; whether the policy lets any, `admit` has decided."""
+        told: Told[dict[str, tuple[float, int]]] = tell(
+            job.privacy, Tells.EVALUATION, self.rules.leaving(metrics), {}
+        )
+        self.silo_log.note(
+            self.name,
+            METRICS_SENT,
+            step.job,
+            round=step.round,
+            attempt=step.attempt,
+            metrics=_noted(told.value),
+        )
+        return told
 
     def trained(self, job: JobConfig, trained: TrainedUpdate) -> Told[UpdateFigures]:
         """What goes with an update: an example count of 1 and nothing else where that may not be told."""
@@ -144,7 +158,11 @@ class Gatekeeper:
             "attempt": step.attempt,
             "update": content.digest,
             "size": content.size,
+            "encoding": finished.encoding,
         }
+        if not finished.announcement:
+            figures = finished.told.value
+            values |= {"examples": figures.examples, "metrics": _noted(figures.metrics)}
         self.silo_log.note(self.name, "sent", step.job, job=step.job, **values)
 
     def without_proof(self) -> list[Finished]:
@@ -262,6 +280,17 @@ class Gatekeeper:
                 f"time: that must be within {_SIGNED_SECONDS / 86400:.0f} days; submit it again"
             )
 
+    def _to_decision(self, known: KnownJob, refused: bool) -> list[str]:
+        """What a person here has said against the job, or has not said yet though the policy wants it."""
+        decision = self._jobs.decision(known)
+        if decision is not None and not decision.approved:
+            why = f": {decision.reason}" if decision.reason else ""
+            return [f"a person at this silo has refused the job{why}"]
+        if self._config.policy.approval and decision is None and not refused:
+            how = f"roundtable client approve {known.id}"
+            return [f"a person at this silo has to approve the job first: {how}"]
+        return []
+
     def _to_sum(self, known: KnownJob, job: JobConfig) -> list[str]:
         """What is wrong with a job beside those that the silo took part in before."""
         if self._config.policy.stated_epsilon is None:
@@ -285,6 +314,14 @@ class Gatekeeper:
         if first and _model(instruction) != known.initial_model:
             reasons.append("round 1 begins with another model than the one that the submitter signed")
         return reasons
+
+
+def _noted(metrics: Metrics) -> dict[str, list[float | str]]:
+    """Sums and counts as the log keeps them; what is not finite as text, which JSON can say."""
+    return {
+        name: [total if math.isfinite(total) else str(total), count]
+        for name, (total, count) in metrics.items()
+    }
 
 
 def _model(instruction: StepInstruction) -> str:

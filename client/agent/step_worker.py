@@ -219,7 +219,7 @@ class StepWorker:
         _log.info("%s: evaluated%s", step, loss_of(metrics), extra=about(step, "figures"))
         self._observer.ended(step, "done")
         failpoint("evaluated", step.round, step.phase)
-        return outgoing.evaluated(step, self._gate.evaluated(work.job, metrics))
+        return outgoing.evaluated(step, self._gate.evaluated(step, work.job, metrics))
 
 
 def told_encoding(job: JobConfig, told: str) -> str:

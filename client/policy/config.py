@@ -96,6 +96,11 @@ class AgentTable(Table):
     metrics: str = Field(
         "", description="address and port of /metrics, /healthz and /readyz, for example 127.0.0.1:9465"
     )
+    page: str = Field(
+        "",
+        description="address and port of the silo's own page in a browser, on this machine itself, such as "
+        "127.0.0.1:7446; empty: there is none",
+    )
     log_format: LogFormat = Field("console", description="console for people, json for programs")
     log_levels: dict[str, LogLevel] = Field(default_factory=dict, description=DESCRIPTION)
     traces: str = Field(
@@ -145,7 +150,7 @@ class AgentTable(Table):
             raise ValueError(str(error)) from None
         return value
 
-    @field_validator("metrics")
+    @field_validator("metrics", "page")
     @classmethod
     def _port(cls, value: str) -> str:
         host, _, port = value.rpartition(":")
@@ -189,6 +194,7 @@ class AgentConfig:
     relay: str = ""
     task_tables: Mapping[str, TaskTable] = field(default_factory=dict)
     metrics: str = ""
+    page: str = ""
     log_format: LogFormat = "console"
     log_levels: LogLevels = field(default_factory=dict)
     traces: str = ""
@@ -243,6 +249,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         standbys=tuple(table.standbys),
         relay=table.relay,
         metrics=table.metrics,
+        page=table.page,
         log_format=table.log_format,
         log_levels=table.log_levels,
         traces=table.traces,

@@ -3,9 +3,11 @@
     jobs/known/JOB.json       what the agent took part in: never forgotten
     jobs/asked/JOB.json       what it was asked for and did not do (yet): the newest 200
     jobs/approved/JOB.json    what a person allowed: written by `roundtable client approve`
+    jobs/refused/JOB.json     what a person refused: written by `roundtable client refuse`
 
-What was refused has a place of its own, so that no number of refused jobs pushes out one that ran. An
-approval is of one configuration, by its digest: a job that changes needs another one.
+What the agent did not do has a place of its own, so that no number of such jobs pushes out one that ran. An
+approval is of one configuration, by its digest: a job that changes needs another one. A refusal is of the
+job, whatever its configuration becomes, and holds until somebody approves it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from roundtable.core.bounds import is_word
 from roundtable.core.errors import ConfigError, IdentityError, ResourceError
 
 _ASKED = 200
+MOST_REASON = 200
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,25 @@ class KnownJob:
     first: float
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What a person here has said to a job: who (an account of this machine), and when (Unix time)."""
+
+    approved: bool
+    by: str
+    time: float
+    reason: str = ""
+
+
 class KnownJobs:
-    """The three folders, below the agent's state folder."""
+    """The four folders, below the agent's state folder."""
 
     def __init__(self, state: Path) -> None:
         folder = state / "jobs"
         self._known = folder / "known"
         self._asked = folder / "asked"
         self._approved = folder / "approved"
+        self._refused = folder / "refused"
         self._jobs: dict[str, KnownJob] = {}
 
     def get(self, job: str) -> KnownJob | None:
@@ -95,15 +109,44 @@ class KnownJobs:
         return matching[0]
 
     def approve(self, job: KnownJob) -> None:
-        """Approves the job with the configuration that is known here."""
-        self._approved.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """Approves the job with this configuration; a refusal is over."""
         said_by = {"digest": job.digest, "by": getpass.getuser(), "time": time.time()}
-        replace_synced(_place(self._approved, job.id), [json.dumps(said_by).encode()])
+        self._write(self._approved, job.id, said_by)
+        _place(self._refused, job.id).unlink(missing_ok=True)
 
-    def approval(self, job: KnownJob) -> dict[str, Any] | None:
-        """Who approved exactly this configuration, and when; None if nobody has."""
-        approved = _read(_place(self._approved, job.id))
-        return approved if approved is not None and approved.get("digest") == job.digest else None
+    def refuse(self, job: KnownJob, reason: str = "") -> None:
+        """Takes no further part in the job; an approval is over.
+
+        ConfigError for a reason that is too long or not printable: the coordinator's operators are shown it.
+        """
+        if len(reason) > MOST_REASON or not reason.isprintable():
+            raise ConfigError(f"the reason: at most {MOST_REASON} printable characters, on one line")
+        said_by = {"by": getpass.getuser(), "time": time.time(), "reason": reason}
+        self._write(self._refused, job.id, said_by)
+        _place(self._approved, job.id).unlink(missing_ok=True)
+
+    def decision(self, job: KnownJob) -> Decision | None:
+        """What a person has said to exactly this configuration; None where nobody has said anything."""
+        # Asked in this order a refusal is never missed: the approval that replaces it is written first.
+        approved, refused = _read(_place(self._approved, job.id)), _read(_place(self._refused, job.id))
+        if refused is not None:
+            return Decision(False, *_said_by(refused), str(refused.get("reason", "")))
+        if approved is not None and approved.get("digest") == job.digest:
+            return Decision(True, *_said_by(approved))
+        return None
+
+    def is_approved(self, job: KnownJob) -> bool:
+        """Whether a person has allowed exactly this configuration, and has not refused the job since."""
+        decision = self.decision(job)
+        return decision is not None and decision.approved
+
+    def _write(self, folder: Path, job: str, values: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_synced(_place(folder, job), [json.dumps(values).encode()])
+
+
+def _said_by(values: dict[str, Any]) -> tuple[str, float]:
+    return str(values.get("by", "")), float(values.get("time", 0.0))
 
 
 def _place(folder: Path, job: str) -> Path:

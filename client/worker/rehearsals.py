@@ -53,7 +53,7 @@ def jobs_to_rehearse(config: AgentConfig) -> dict[str, JobConfig]:
     ran = {job.id for job in jobs.taken_part()}
     chosen: dict[str, JobConfig] = {}
     for known in jobs.all():
-        if known.id not in ran and jobs.approval(known) is None:
+        if known.id not in ran and not jobs.is_approved(known):
             continue
         reference = config.reference_of(known.task)
         for name in (name for name, own in config.tasks.items() if own == reference and name not in chosen):

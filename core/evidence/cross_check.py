@@ -44,7 +44,7 @@ def compare_logs(coordinator: Log, silo: Log, name: str, ca: bytes) -> LogCompar
         for entry in coordinator.entries
         if entry.action == "round_committed"
     }
-    sound, unsound = _receipts(silo, ca)
+    sound, unsound = receipts_of(silo, ca)
     unproven = _unproven(rounds, silo, sound, name)
     return LogComparison(
         (
@@ -59,7 +59,7 @@ def compare_logs(coordinator: Log, silo: Log, name: str, ca: bytes) -> LogCompar
     )
 
 
-def _receipts(silo: Log, ca: bytes) -> tuple[dict[Step, AuditEntry], dict[Step, str]]:
+def receipts_of(silo: Log, ca: bytes) -> tuple[dict[Step, AuditEntry], dict[Step, str]]:
     """The silo's receipt of each step, one that says ACCEPTED before others; and those that prove nothing."""
     sound: dict[Step, AuditEntry] = {}
     unsound: dict[Step, str] = {}

@@ -6,12 +6,12 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accessible import accessible
 from page_world import PageWorld, page_world
 from playwright.async_api import Page, async_playwright, expect
 from scripted_agent import ScriptedAgent
@@ -35,8 +35,10 @@ async def opened(world: PageWorld, token: str, path: str = "/", **device: Any) -
     wrong: list[str] = []
     origin = f"https://localhost:{world.dashboard.port}"
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        context = await browser.new_context(ignore_https_errors=True, **device)
+        browser = await playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--ignore-certificate-errors"]
+        )
+        context = await browser.new_context(**device)
         context.set_default_timeout(PATIENCE)
         page = await context.new_page()
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
@@ -51,19 +53,6 @@ async def opened(world: PageWorld, token: str, path: str = "/", **device: Any) -
         await browser.close()
     # The answer to a session that is over is an error in the console, and meant to be.
     assert [text for text in wrong if "401" not in text and "ERR_" not in text and "blob:" not in text] == []
-
-
-async def _accessible(page: Page) -> None:
-    """Nothing that axe knows to be out of reach of a keyboard or a screen reader."""
-    axe = (files("axe_playwright_python") / "axe.min.js").read_text()
-    session = await page.context.new_cdp_session(page)
-    # By the debugger, which the content security policy does not bind.
-    await session.send("Runtime.evaluate", {"expression": axe})
-    run = (
-        "axe.run().then(found => JSON.stringify(found.violations.map(v => [v.id, v.nodes.map(n => n.html)])))"
-    )
-    found = await session.send("Runtime.evaluate", {"expression": run, "awaitPromise": True})
-    assert found["result"]["value"] == "[]"
 
 
 async def test_a_job_is_followed_paused_and_resumed_in_the_browser(
@@ -98,11 +87,11 @@ async def test_a_job_is_followed_paused_and_resumed_in_the_browser(
         await page.locator("figure.chart").first.wait_for()
         await page.get_by_text("round 3 is committed").first.wait_for()
         await expect(page.locator(".heat td.counted")).to_have_count(6)
-        await _accessible(page)
+        await accessible(page)
         await page.get_by_role("navigation").get_by_role("link", name="Silos").click()
         # What a silo says of itself is shown as it wrote it.
         await page.get_by_role("cell", name=f"ward={HOSTILE}").wait_for()
-        await _accessible(page)
+        await accessible(page)
 
 
 async def test_every_page_of_a_viewer_on_a_small_screen_and_after_a_restart(
@@ -123,7 +112,7 @@ async def test_every_page_of_a_viewer_on_a_small_screen_and_after_a_restart(
                 await page.get_by_role("heading", level=1).wait_for()
                 spare = "document.documentElement.clientWidth - document.documentElement.scrollWidth"
                 assert await page.evaluate(spare) >= 0, name
-                await _accessible(page)
+                await accessible(page)
             await page.get_by_text("Only operators and administrators").wait_for()
             await page.get_by_role("navigation").get_by_role("link", name="Compare").click()
             await expect(page.get_by_role("checkbox")).to_have_count(2)
@@ -152,8 +141,7 @@ async def test_an_open_page_goes_on_after_a_restart_and_ends_with_its_token(
         page = await opening.__aenter__()
     await page.get_by_role("status").filter(has_text="does not answer").first.wait_for()
     async with page_world(config) as world:
-        # Chromium comes back after a minute.
-        await page.get_by_role("status").filter(has_text="live").first.wait_for(timeout=3 * PATIENCE)
+        await page.get_by_role("status").filter(has_text="live").first.wait_for()
         admin = world.browser()
         await admin.sign_in(world.tokens["admin"])
         assert (await admin.change("revoke-token", name="t-operator")).status == 200

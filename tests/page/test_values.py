@@ -9,10 +9,10 @@ import math
 import pytest
 
 from roundtable.core.errors import ConfigError
-from roundtable.page.job_settings import settings_of
 from roundtable.page.shown_rounds import means, rounds_of, thinned
 from roundtable.page.values import message_of, values_of
 from roundtable.proto import operator_pb2
+from roundtable.web.job_settings import settings_of
 
 
 def test_a_message_becomes_what_a_browser_can_hold() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,12 +12,13 @@ import click
 
 from roundtable.cli.doctor import client_doctor
 from roundtable.cli.shared.install import install
+from roundtable.cli.shared.output import say
 from roundtable.cli.shared.service_process import service_process
 from roundtable.cli.silo.cluster import plan, profile, report, verify_cluster
 from roundtable.cli.silo.maintenance import drain, resume
 from roundtable.cli.silo.requests import requests
 from roundtable.cli.silo.shared_log import shared
-from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_task, jobs
+from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_task, jobs, refuse
 from roundtable.cli.silo.silo_model import silo_model
 from roundtable.core.identity.credentials import load_credentials
 
@@ -32,8 +35,15 @@ if TYPE_CHECKING:
     show_default=True,
     help="The silo's settings: coordinator, credentials, tasks, data.",
 )
+@click.option(
+    "--page",
+    metavar="HOST:PORT",
+    is_flag=False,
+    flag_value="127.0.0.1:7446",
+    help="Also serve the silo's page for a browser on this machine.  [default: 127.0.0.1:7446]",
+)
 @click.pass_context
-def client(context: click.Context, config: Path) -> int | None:
+def client(context: click.Context, config: Path, page: str | None) -> int | None:
     """Run a silo's agent.
 
     It connects to the coordinator and reconnects automatically. Ctrl-C stops it cleanly; a finished update
@@ -51,7 +61,35 @@ def client(context: click.Context, config: Path) -> int | None:
     # What it brings along may warn: in the form of the log.
     from roundtable.client.agent.agent import run_agent
 
-    return run_agent(settings, _cluster_trainer(settings), verbosity, lambda: _examined(config))
+    with _page(config, page or settings.page):
+        return run_agent(settings, _cluster_trainer(settings), verbosity, lambda: _examined(config))
+
+
+def _page(config: Path, listen: str) -> AbstractContextManager[object]:
+    """Without a page the agent imports no web server."""
+    if not listen:
+        return nullcontext()
+    from roundtable.client.policy.config import load_agent_config
+    from roundtable.silo_page.beside_agent import page_link, silo_page
+
+    if sys.stdout.isatty():
+        say(f"The silo's page: {page_link(listen, load_agent_config(config).state)}")
+    return silo_page(lambda: load_agent_config(config), listen)
+
+
+@click.command("page")
+@click.pass_context
+def page_address(context: click.Context) -> None:
+    """Print the address that opens the silo's page.
+
+    It holds the page's token: who has it may say yes and no for this silo. The page is there while an agent
+    runs with `page` in agent.toml, or with --page.
+    """
+    from roundtable.client.policy.config import load_agent_config
+    from roundtable.silo_page.beside_agent import ADDRESS, page_link
+
+    config = load_agent_config(context.obj)
+    say(page_link(config.page or ADDRESS, config.state))
 
 
 def _examined(file: Path) -> list[dict[str, str]]:
@@ -81,8 +119,10 @@ for command in (
     forget,
     hash_task,
     jobs,
+    page_address,
     plan,
     profile,
+    refuse,
     requests,
     report,
     resume,

@@ -14,6 +14,7 @@ from roundtable.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from roundtable.client.policy.config import AgentConfig
+    from roundtable.client.policy.known_jobs import Decision
     from roundtable.client.policy.rules import Rules
 
 _FOLDER = click.Path(path_type=Path)
@@ -72,9 +73,11 @@ def jobs(context: click.Context, as_json: bool) -> None:
     listed = []
     for one in known.all():
         reasons = rules.objections(job_from_json(one.config), one.submitter or None, datetime.now())
-        approval = known.approval(one)
-        answer = f"approved by {approval['by']}" if approval else "waits for approval"
-        verdict = reasons[0] if reasons else answer if config.policy.approval else "allowed"
+        decision = known.decision(one)
+        approved = decision is not None and decision.approved
+        waits = "waits for approval" if config.policy.approval else "allowed"
+        answer = _said(decision) if decision is not None else waits
+        verdict = answer if decision is not None and not approved else reasons[0] if reasons else answer
         listed.append(
             {
                 "job": one.id,
@@ -83,7 +86,8 @@ def jobs(context: click.Context, as_json: bool) -> None:
                 "first_asked": one.first,
                 "hash": one.digest,
                 "objections": reasons,
-                "approved": approval is not None,
+                "approved": approved,
+                "refused": decision is not None and not approved,
             }
         )
         rows.append((one.id, one.task, one.submitter or "unsigned", ago(one.first), one.digest[:12], verdict))
@@ -124,6 +128,25 @@ def approve(context: click.Context, job: str, yes: bool) -> None:
     say(f"Approved job {asked.id} ({asked.task}), configuration {asked.digest[:12]}.")
     for reason in rules.objections(resolved, asked.submitter or None, datetime.now()):
         say(f"The policy refuses it all the same: {reason}")
+
+
+@click.command("refuse")
+@click.argument("job")
+@click.option("--reason", default="", help="For the coordinator's operators: one line; no data.")
+@click.pass_context
+def refuse(context: click.Context, job: str, reason: str) -> None:
+    """Take no further part in JOB.
+
+    It holds from the job's next step on, whatever the policy says and whatever the job becomes, until
+    `roundtable client approve`. What has left before cannot be taken back.
+    """
+    from roundtable.client.policy.known_jobs import KnownJobs
+
+    config, _ = silo_of(context)
+    known = KnownJobs(config.state)
+    asked = known.find(job)
+    known.refuse(asked, reason)
+    say(f"Refused: this silo takes no further part in job {asked.id} ({asked.task}).")
 
 
 @click.command("explain")
@@ -184,6 +207,13 @@ def hash_task(context: click.Context, task: str) -> None:
         offered = ", ".join(sorted(rules.references)) or "none"
         raise ConfigError(f"[tasks] names no {task!r}; it names {offered}")
     say(hash_of_task(rules.references[task], config.folder))
+
+
+def _said(decision: Decision) -> str:
+    """What a person has said, in a table's cell."""
+    if decision.approved:
+        return f"approved by {decision.by}"
+    return f"refused by {decision.by}" + (f": {decision.reason}" if decision.reason else "")
 
 
 def silo_of(context: click.Context) -> tuple[AgentConfig, Rules]:

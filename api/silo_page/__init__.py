@@ -1,0 +1,1 @@
+"""The silo's own page: for its people, on its own machine."""
