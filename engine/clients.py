@@ -31,3 +31,9 @@ class ClientInfo:
     link: LinkEstimate = UNKNOWN_LINK
     selected: int = 0
     completed: int = 0
+
+
+def declared_examples(metadata: Mapping[str, str]) -> int | None:
+    """How many examples a client declares under `examples`; None where it is no such number."""
+    declared = metadata.get("examples", "")
+    return int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 16 else None

@@ -20,6 +20,7 @@ from roundtable.core.job_tables.cohort_table import CohortTable
 from roundtable.core.privacy_table import groups_of, has_secret_cohorts
 from roundtable.core.seeds import derive_seed
 from roundtable.engine.clients import ClientInfo
+from roundtable.engine.diverse_groups import by_histogram, by_value
 from roundtable.engine.population import Population
 from roundtable.engine.state import EngineState
 
@@ -95,21 +96,25 @@ def reliability(
 def diversity(
     names: Sequence[str], size: int, chance: np.random.Generator, lookup: Lookup, cohort: CohortTable
 ) -> list[str]:
-    """As equal a number as possible from each value of the declared metadata key `label`, uniform within one.
+    """As equal a number as possible from each group of clients that declare alike, uniform within one.
 
-    Clients that declare nothing under that key form a group of their own.
+    A group are those with the same value under the metadata key `label`; with `balance = "histogram"` it
+    holds counts of labels, and those with close mixtures are a group, of which there are as many as clients
+    are wanted at most. Clients that declare nothing under that key form a group of their own.
     """
     assert cohort.label is not None
-    groups: dict[str, list[str]] = {}
-    for index in chance.permutation(len(names)):
-        name = names[int(index)]
-        groups.setdefault(lookup(name).info.metadata.get(cohort.label, ""), []).append(name)
-    order = [sorted(groups)[int(i)] for i in chance.permutation(len(groups))]
+    infos = [lookup(name).info for name in names]
+    if cohort.balance == "histogram":
+        groups = by_histogram(infos, cohort.label, size, chance)
+    else:
+        groups = by_value(infos, cohort.label)
+    left = [[group[int(i)] for i in chance.permutation(len(group))] for group in groups]
+    left = [left[int(i)] for i in chance.permutation(len(left))]
     chosen: list[str] = []
     while len(chosen) < size:
-        for label in order:
-            if groups[label] and len(chosen) < size:
-                chosen.append(groups[label].pop())
+        for group in left:
+            if group and len(chosen) < size:
+                chosen.append(names[group.pop()])
     return chosen
 
 

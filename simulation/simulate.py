@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -55,6 +55,7 @@ from roundtable.simulation.reporting.run_directory import RunDirectory
 from roundtable.simulation.reporting.usage import Meter
 from roundtable.simulation.world.central_test import CentralTest
 from roundtable.simulation.world.config import check_population, devices_table
+from roundtable.simulation.world.declared import Declared
 from roundtable.simulation.world.devices import Devices
 from roundtable.simulation.world.fleet import Fleet
 from roundtable.simulation.world.natural_names import NaturalNames, natural_names
@@ -118,6 +119,7 @@ def simulate(
                 'transfer.up = "auto" in a simulation: encodings are chosen by how fast clients upload; set '
                 "simulation.devices.upload, or give it in the trace, or name an encoding"
             )
+        declared = Declared(job, devices, Clients(world, budget=1).data)
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None
         backend, why = make_backend(world)
         stack.callback(backend.close)
@@ -129,11 +131,9 @@ def simulate(
         keeper = Keeper(job, world.initial, run)
         report = notebook_report() if progress is None else progress or None
         listener = _Listener(job, run, report, trackers, keeper)
-        if weak is not None:
-            listener.note(Note("weak_signal", f"warning: {weak}"), 0.0)
-        if stays := travel_note(job, layout):
-            listener.note(Note("frozen_weights", stays), 0.0)
-        driver = Driver(world, plan, backend, Fleet(world.names, devices), listener, central)
+        for note in _told_first(weak, travel_note(job, layout), declared.overlooked()):
+            listener.note(note, 0.0)
+        driver = Driver(world, plan, backend, Fleet(world.names, declared), listener, central)
         if run is not None and (last := run.last(world.initial)) is not None:
             listener.names = run.named_clients()
             listener.taken_up(last[1])
@@ -184,6 +184,17 @@ def _look_first(world: World, listener: _Listener, run: RunDirectory | None) -> 
         listener.note(Note("odd_task", f"warning: {odd.says}"), 0.0)
     if nameless:
         listener.note(Note("nameless_clients", f"warning: {nameless}"), 0.0)
+
+
+def _told_first(weak: str | None, stays: str | None, overlooked: Sequence[str]) -> Iterator[Note]:
+    """What is said of the job before round 1."""
+    if weak is not None:
+        yield Note("weak_signal", f"warning: {weak}")
+    if stays:
+        yield Note("frozen_weights", stays)
+    if overlooked:
+        said = f"warning: no simulated client states {', '.join(overlooked)}: taken as had by all"
+        yield Note("resources_overlooked", said)
 
 
 def _check_samples(world: World, backend: Backend) -> None:

@@ -36,6 +36,11 @@ class CohortTable(Table):
     label: str | None = Field(
         None, description="diversity: the declared metadata key to balance, for example region"
     )
+    balance: Literal["value", "histogram"] = Field(
+        "value",
+        description='diversity: by what stands under label, or, where that is "0:120 1:34", by mixtures of '
+        "labels",
+    )
     candidates: int | None = Field(
         None,
         ge=1,
@@ -80,6 +85,8 @@ class CohortTable(Table):
             )
         if (self.strategy == "diversity") != (self.label is not None):
             raise ValueError('label belongs to strategy = "diversity", and is needed there')
+        if self.balance != "value" and self.strategy != "diversity":
+            raise ValueError('balance belongs to strategy = "diversity"')
         if self.candidates is not None and self.strategy != "power_of_choice":
             raise ValueError('candidates belongs to strategy = "power_of_choice"')
         if self.candidates is not None and (self.size is None or self.candidates < self.size):

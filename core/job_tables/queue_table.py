@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated
@@ -95,3 +96,23 @@ class ResourcesTable(Table):
     def disk_bytes(self) -> int:
         """`disk` in bytes; 0 where none is asked for."""
         return 0 if self.disk is None else parse_size(self.disk)
+
+    @property
+    def demand(self) -> dict[str, float]:
+        """What the job takes of each silo while it has its turn; bytes of memory and disk."""
+        amounts = {
+            "jobs": 1.0,
+            "gpus": float(self.gpus),
+            "memory": float(self.memory_bytes),
+            "disk": float(self.disk_bytes),
+        }
+        return {resource: amount for resource, amount in amounts.items() if amount}
+
+    def suits(self, metadata: Mapping[str, str], has: Mapping[str, float] | None) -> bool:
+        """Whether a client that declares this and has this much of each resource can take part.
+
+        One of which nobody knows what it has (None) may have it; a resource that is not named has no limit.
+        """
+        if not covers(self.labels, metadata):
+            return False
+        return has is None or all(has.get(name, math.inf) >= least for name, least in self.demand.items())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from roundtable.core.toml_tables import Open, Table
+from roundtable.core.toml_tables import Open, Table, as_tuple
 
 
 class SimulationTable(Table):
@@ -33,6 +33,17 @@ class SimulationTable(Table):
         default_factory=dict, description="speed, bandwidth and availability of devices, in virtual time"
     )
     dropouts: Open = Field(default_factory=dict, description="dropouts and crashes to draw")
+    metadata: Open = Field(
+        default_factory=dict,
+        description="what clients declare, as silos do in [metadata]: a value, a list of values, or values "
+        "with their shares",
+    )
+    capacity: Open = Field(
+        default_factory=dict, description="gpus, memory and disk of clients, in the same three forms"
+    )
+    declare: Annotated[tuple[Literal["examples", "labels"], ...], BeforeValidator(as_tuple)] = Field(
+        (), description="what clients declare of their data: examples (how many), labels (how many of each)"
+    )
     attack: Open = Field(default_factory=dict, description="byzantine clients: name, count and parameters")
     test_every: int = Field(
         1,

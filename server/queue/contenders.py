@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from roundtable.core.config import JobConfig
-from roundtable.core.job_tables.queue_table import ResourcesTable, covers
+from roundtable.core.job_tables.queue_table import covers
 from roundtable.engine import RoundEngine
 from roundtable.engine import messages as m
 from roundtable.engine.view import shortage
@@ -36,7 +34,7 @@ def contender_of(
         silos=frozenset(name for name in population.known() if name not in held),
         there=len(there),
         least=engine.least,
-        demand=demand_of(job.resources),
+        demand=job.resources.demand,
         starved=engine.starved,
         yielding=bool(state.yielding),
         shortage=_shortage(job, engine),
@@ -74,17 +72,6 @@ def _shortage(job: JobConfig, engine: RoundEngine) -> str:
     return ""
 
 
-def demand_of(wish: ResourcesTable) -> Amounts:
-    """What the job takes of each silo while it has its turn."""
-    amounts = {
-        "jobs": 1.0,
-        "gpus": float(wish.gpus),
-        "memory": float(wish.memory_bytes),
-        "disk": float(wish.disk_bytes),
-    }
-    return {resource: amount for resource, amount in amounts.items() if amount}
-
-
 def amounts_of(silo: AgentRow) -> Amounts:
     """What a silo has for jobs, as it says; room for one job where it says nothing."""
     if silo.capacity is None:
@@ -103,14 +90,5 @@ def held_of(silo: AgentRow) -> m.Held | None:
 
 def held_for(job: JobConfig, silo: AgentRow) -> m.Held | None:
     """Why this job asks the silo for nothing new; None where it may."""
-    return held_of(silo) or (None if suits(job.resources, silo) else "unsuited")
-
-
-def suits(wish: ResourcesTable, silo: AgentRow) -> bool:
-    """Whether the silo has what the job asks for; one that was never heard of what it has may have it."""
-    if not covers(wish.labels, silo.metadata):
-        return False
-    has = amounts_of(silo)
-    return silo.capacity is None or all(
-        has.get(name, math.inf) >= least for name, least in demand_of(wish).items()
-    )
+    has = None if silo.capacity is None else amounts_of(silo)
+    return held_of(silo) or (None if job.resources.suits(silo.metadata, has) else "unsuited")

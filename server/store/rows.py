@@ -12,6 +12,7 @@ from sqlalchemy.engine import Row
 
 from roundtable.core.observability.link_estimate import UNKNOWN_LINK, LinkEstimate
 from roundtable.engine.best_model import Best
+from roundtable.engine.clients import declared_examples
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,7 @@ class AgentRow:
     @property
     def size(self) -> int | None:
         """Examples of its newest update, else what it declares as metadata `examples`; None for neither."""
-        declared = self.metadata.get("examples", "")
-        stated = int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 16 else None
-        return stated if self.examples is None else self.examples
+        return declared_examples(self.metadata) if self.examples is None else self.examples
 
     def offers(self, task: str) -> bool:
         """Whether the agent has a task, by its whole name or by its file's stem (`digits.py:Digits`)."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
 from roundtable.core.privacy_table import hides_figures
+from roundtable.core.quantities import parse_size
 from roundtable.core.toml import TomlDocument, validate
 from roundtable.core.toml_tables import Finite, Seconds, Table
 
@@ -27,6 +28,61 @@ def _spread(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return {"median": float(value)}
     return value
+
+
+Choice = Mapping[str, float]
+"""Values, each with its share of the clients."""
+
+
+def _choice(value: Any) -> Any:
+    """One value for all, a list of values in equal shares, or a table of values with their shares."""
+    if isinstance(value, list):
+        return dict.fromkeys(map(_text, value), 1.0)
+    if isinstance(value, Mapping):
+        return {key: float(share) if isinstance(share, int) else share for key, share in value.items()}
+    return {_text(value): 1.0}
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+_Told = Annotated[str, Field(min_length=1, max_length=500)]
+_Shares = Annotated[
+    dict[_Told, Annotated[Finite, Field(gt=0)]],
+    BeforeValidator(_choice),
+    Field(min_length=1, max_length=1000),
+]
+
+
+class MetadataTable(Table):
+    """`[simulation.metadata]`, under one key."""
+
+    keys: dict[Annotated[str, Field(min_length=1, max_length=100)], _Shares] = Field(max_length=100)
+
+
+def amount_of(name: str, text: str) -> float:
+    """GPUs as a number, memory and disk in bytes. Raises ValueError for what is neither."""
+    if name == "gpus":
+        if not (text.isascii() and text.isdigit() and len(text) < 6):
+            raise ValueError(f"gpus is a number from 0, not {text!r}")
+        return float(text)
+    return float(parse_size(text))
+
+
+class CapacityTable(Table):
+    """`[simulation.capacity]`: what clients have, each a value, a list or a table of values with shares."""
+
+    gpus: _Shares | None = Field(None, description="GPUs; default: whatever a job asks for")
+    memory: _Shares | None = Field(None, description='main memory: "16GiB"; default: as much as is asked for')
+    disk: _Shares | None = Field(None, description='free disk: "50GiB"; default: as much as is asked for')
+
+    @model_validator(mode="after")
+    def _amounts(self) -> CapacityTable:
+        for name, choice in dict(self).items():
+            for text in choice or ():
+                amount_of(name, text)
+        return self
 
 
 Quantity = Annotated[Lognormal, BeforeValidator(_spread)]
@@ -47,7 +103,9 @@ class DevicesTable(Table):
     )
     period: Seconds = Field(86400.0, gt=0, description="of availability")
     trace: str | None = Field(
-        None, description="CSV file of online intervals: client,start,end and optional speed,download,upload"
+        None,
+        description="CSV file of online intervals: client,start,end and optional speed, download, upload, "
+        "gpus, memory, disk, selected, completed, metadata.KEY",
     )
 
     @model_validator(mode="after")
@@ -142,6 +200,25 @@ def devices_table(job: JobConfig) -> DevicesTable:
 def dropouts_table(job: JobConfig) -> DropoutsTable:
     """The job's dropouts; ConfigError names the key and what was expected."""
     return _table(DropoutsTable, job.simulation.dropouts, "simulation.dropouts")
+
+
+def metadata_table(job: JobConfig) -> Mapping[str, Choice]:
+    """What clients declare: for each key the values and their shares; ConfigError for what is none."""
+    try:
+        return MetadataTable.model_validate({"keys": job.simulation.metadata}).keys
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"][1:]))
+        raise ConfigError(
+            f"simulation.metadata.{place}: {first['msg']}; a text, a list of texts, or a table of texts with "
+            "their shares: region = { north = 0.7, south = 0.3 }"
+        ) from error
+
+
+def capacity_table(job: JobConfig) -> Mapping[str, Choice]:
+    """What clients have: for each resource the amounts and their shares; ConfigError for what is none."""
+    table = _table(CapacityTable, job.simulation.capacity, "simulation.capacity")
+    return {name: choice for name, choice in dict(table).items() if choice is not None}
 
 
 def check_population(job: JobConfig) -> None:

@@ -15,11 +15,15 @@ import numpy as np
 
 from roundtable.core.errors import ConfigError
 from roundtable.core.observability.link_estimate import LinkEstimate, Rate
+from roundtable.core.quantities import parse_size
 from roundtable.core.seeds import numpy_generator
 from roundtable.simulation.world.config import DevicesTable, Lognormal
 
 _COLUMNS = ("client", "start", "end")
 _RATES = ("speed", "download", "upload")
+_FACTS = ("gpus", "memory", "disk", "selected", "completed")
+_METADATA = "metadata."
+_MOST_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,22 @@ class Devices:
         self._phase = (
             numpy_generator(seed, "devices", "phase").random(count) if table.availability < 1.0 else None
         )
+
+    def traces(self, column: str) -> bool:
+        """Whether the trace has this column of facts."""
+        return self._trace is not None and column in self._trace.facts
+
+    @property
+    def traced_metadata(self) -> tuple[str, ...]:
+        """What the trace lets clients declare: the KEY of each column `metadata.KEY`."""
+        columns = self._trace.facts if self._trace is not None else {}
+        return tuple(name.removeprefix(_METADATA) for name in columns if name.startswith(_METADATA))
+
+    def traced(self, column: str, index: int) -> str | None:
+        """What the trace says of client `index` in a column of facts; None for nothing."""
+        if self._trace is None or column not in self._trace.facts:
+            return None
+        return self._trace.facts[column].get(index % self._trace.devices)
 
     @property
     def instant(self) -> bool:
@@ -131,8 +151,14 @@ class Devices:
 class _Trace:
     """Online intervals of traced devices; client i is device i modulo their number."""
 
-    def __init__(self, intervals: list[list[tuple[float, float]]], rates: dict[str, np.ndarray]) -> None:
+    def __init__(
+        self,
+        intervals: list[list[tuple[float, float]]],
+        rates: dict[str, np.ndarray],
+        facts: dict[str, dict[int, str]],
+    ) -> None:
         self.devices = len(intervals)
+        self.facts = facts
         self.rates = rates
         owners = [device for device, spans in enumerate(intervals) for _ in spans]
         self._owner = np.array(owners, dtype=np.int64)
@@ -164,8 +190,14 @@ def _read_trace(path: Path) -> _Trace:
             columns = reader.fieldnames or []
             if missing := [name for name in _COLUMNS if name not in columns]:
                 raise ConfigError(f"{place}: no column {', '.join(missing)}; needed: {', '.join(_COLUMNS)}")
-            if unknown := [name for name in columns if name not in _COLUMNS + _RATES]:
-                raise ConfigError(f"{place}: unknown column {unknown[0]!r}; optional: {', '.join(_RATES)}")
+            facts: dict[str, dict[str, str]] = {
+                name: {} for name in columns if name in _FACTS or name.startswith(_METADATA)
+            }
+            if unknown := [name for name in columns if name not in (*_COLUMNS, *_RATES, *facts)]:
+                raise ConfigError(
+                    f"{place}: unknown column {unknown[0]!r}; optional: "
+                    f"{', '.join((*_RATES, *_FACTS, 'metadata.KEY'))}"
+                )
             for row in reader:
                 start, end = float(row["start"]), float(row["end"])
                 if not 0 <= start < end:
@@ -174,13 +206,29 @@ def _read_trace(path: Path) -> _Trace:
                 for name in _RATES:
                     if row.get(name):
                         rates[name][row["client"]] = _positive(name, float(row[name]))
+                for name in facts:
+                    if row.get(name):
+                        facts[name][row["client"]] = _fact(name, row[name])
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{place}: cannot be read: {error}") from error
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{place}, line {reader.line_num}: {error}") from error
     if not intervals:
         raise ConfigError(f"{place}: holds no intervals")
-    return _Trace(list(intervals.values()), _complete(rates, list(intervals), place))
+    number = {client: index for index, client in enumerate(intervals)}
+    told = {name: {number[client]: text for client, text in texts.items()} for name, texts in facts.items()}
+    return _Trace(list(intervals.values()), _complete(rates, list(intervals), place), told)
+
+
+def _fact(name: str, text: str) -> str:
+    """The text of a fact. Raises ValueError for a number that is none."""
+    if name in ("memory", "disk"):
+        parse_size(text)
+    elif not name.startswith(_METADATA) and not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise ValueError(f"{name} is a whole number from 0, not {text!r}")
+    elif len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"{name} has {len(text)} characters; a silo declares at most {_MOST_CHARACTERS}")
+    return text
 
 
 def _positive(name: str, value: float) -> float:

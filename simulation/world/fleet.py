@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from roundtable.engine import NumberedNames
 from roundtable.engine.clients import ClientInfo, Held
-from roundtable.simulation.world.devices import Devices
+from roundtable.simulation.world.declared import Declared
 
 
 class SomeNames(Sequence[str]):
@@ -35,38 +35,41 @@ class SomeNames(Sequence[str]):
 class Fleet:
     """`engine.Population` over devices. The driver sets `now`; `gone` are the round's dropouts."""
 
-    def __init__(self, names: NumberedNames, devices: Devices) -> None:
+    def __init__(self, names: NumberedNames, declared: Declared) -> None:
         self.names = names
-        self.devices = devices
+        self.devices = declared.devices
         self.now = 0.0
         self.gone: set[int] = set()
+        self._declared = declared
+        self._unsuited = declared.unsuited()
+        self._held: dict[str, Held] = {names[int(index)]: "unsuited" for index in self._unsuited}
 
     def known(self) -> Sequence[str]:
         return self.names
 
     def free(self) -> Sequence[str]:
         there = self.devices.online(self.now)
-        if there is None and not self.gone:
+        if there is None and not self.gone and not self._held:
             return self.names
         there = np.arange(len(self.names)) if there is None else there
         if self.gone:
             there = there[~np.isin(there, list(self.gone))]
+        if self._held:
+            there = there[~np.isin(there, self._unsuited)]
         return SomeNames(self.names, there)
 
     def is_free(self, name: str) -> bool:
-        return self.is_online(name)
+        return name not in self._held and self.is_online(name)
 
     def held(self) -> Mapping[str, Held]:
-        return {}
+        return self._held
 
     def is_online(self, name: str) -> bool:
         index = self.names.index_of(name)
         return index not in self.gone and self.devices.leaves_at(index, self.now) > self.now
 
     def info(self, name: str) -> ClientInfo:
-        if not self.devices.upload_takes_time:
-            return ClientInfo(name)
-        return ClientInfo(name, link=self.devices.link(self.names.index_of(name)))
+        return self._declared.info(self.names.index_of(name), name)
 
     def join(self, info: ClientInfo, online: bool) -> None:
         if online:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from roundtable.core.config import JobConfig
-from roundtable.simulation.world.config import attack_table, devices_table, dropouts_table
+from roundtable.simulation.world.config import (
+    attack_table,
+    capacity_table,
+    devices_table,
+    dropouts_table,
+    metadata_table,
+)
 from roundtable.simulation.world.partition import parse_partitioner
 
 
@@ -17,4 +23,6 @@ def check_tables(job: JobConfig, folder: Path | None = None) -> None:
     parse_partitioner(job.simulation.partition, folder)
     devices_table(job)
     dropouts_table(job)
+    metadata_table(job)
+    capacity_table(job)
     attack_table(job)

@@ -7,10 +7,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from roundtable.core.job_tables.cohort_table import CohortTable
 from roundtable.engine import STRATEGIES, Candidate, NumberedClients, NumberedNames
+from roundtable.engine.diverse_groups import histogram
 from roundtable.engine.messages import ClientInfo
 
 NAMES = ["a", "b", "c", "d"]
@@ -83,6 +86,24 @@ def test_diversity_fills_up_where_a_label_runs_out() -> None:
     cohort = CohortTable(strategy="diversity", label="region")
     regions = {n: Candidate(ClientInfo(n, {"region": r})) for n, r in zip(NAMES, "nnns", strict=True)}
     assert set(draw("diversity", 4, 5, cohort, **regions)) == {tuple(NAMES)}
+
+
+def test_diversity_by_histogram_takes_one_of_each_mixture() -> None:
+    """Two mixtures and two who declare none that can be read: of three wanted each group gives one."""
+    cohort = CohortTable(strategy="diversity", label="labels", balance="histogram")
+    told = dict(zip(NAMES, ["0:9 1:1", "1:50", "0:95 1:5", "often"], strict=True))
+    known = {n: Candidate(ClientInfo(n, {"labels": text})) for n, text in told.items()}
+    counts = draw("diversity", 3, 4000, cohort, **known)
+    assert set(counts) == {("a", "b", "d"), ("b", "c", "d")}
+    assert stats.chisquare(list(counts.values())).pvalue > 0.001
+
+
+@given(st.text(alphabet="01: \u0661x-", max_size=30))
+def test_a_histogram_is_read_or_counts_as_none(text: str) -> None:
+    counts = histogram(text)
+    if counts:
+        assert histogram(" ".join(f"{kind}:{count}" for kind, count in counts.items())) == counts
+        assert sum(counts.values()) > 0
 
 
 def test_round_robin_takes_who_waited_longest() -> None:

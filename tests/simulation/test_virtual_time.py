@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.engine import NumberedNames
 from roundtable.simulation.world.config import DevicesTable
+from roundtable.simulation.world.declared import Declared
 from roundtable.simulation.world.devices import Devices, Transfer
 from roundtable.simulation.world.fleet import Fleet
 
@@ -110,7 +112,8 @@ def test_mistakes_in_the_tables_are_named(run):
 
 
 def test_a_fleet_is_whoever_is_there_and_has_not_gone():
-    fleet = Fleet(NumberedNames(50), devices(availability=0.5, period=100.0))
+    job = JobConfig.model_validate({"task": {"name": "t"}, "simulation": {"clients": 50}})
+    fleet = Fleet(NumberedNames(50), Declared(job, devices(availability=0.5, period=100.0), lambda _: (0, 0)))
     fleet.now = 30.0
     there = list(fleet.free())
     assert len(fleet.free()) == len(there)
