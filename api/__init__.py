@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from roundtable.core.algorithms.step import LocalStep
     from roundtable.core.algorithms.table import AlgorithmTable
     from roundtable.core.config import JobConfig, load_job
-    from roundtable.core.errors import RoundtableError
+    from roundtable.core.encodings.codec import Codec
+    from roundtable.core.encodings.encoding import Traits
+    from roundtable.core.errors import EncodingError, RoundtableError
     from roundtable.core.task import ArrayTask, Site, Task, load_task
     from roundtable.engine.foreign_selection import SelectionStrategy
     from roundtable.engine.selection import Candidate
@@ -48,8 +50,10 @@ __all__ = [
     "Candidate",
     "ClientAlgorithm",
     "ClientRound",
+    "Codec",
     "Composition",
     "Context",
+    "EncodingError",
     "GradientWork",
     "JobConfig",
     "LocalStep",
@@ -65,6 +69,7 @@ __all__ = [
     "Site",
     "TarShards",
     "Task",
+    "Traits",
     "__version__",
     "join",
     "load_job",
@@ -81,8 +86,10 @@ _HOMES = {
     "Candidate": "roundtable.engine.selection",
     "ClientAlgorithm": "roundtable.core.algorithms.contract",
     "ClientRound": "roundtable.core.algorithms.contract",
+    "Codec": "roundtable.core.encodings.codec",
     "Composition": "roundtable.core.algorithms.contract",
     "Context": "roundtable.core.algorithms.round_context",
+    "EncodingError": "roundtable.core.errors",
     "GradientWork": "roundtable.core.algorithms.contract",
     "JobConfig": "roundtable.core.config",
     "LocalStep": "roundtable.core.algorithms.step",
@@ -98,6 +105,7 @@ _HOMES = {
     "Site": "roundtable.core.task",
     "TarShards": "roundtable.client.streams.tar_shards",
     "Task": "roundtable.core.task",
+    "Traits": "roundtable.core.encodings.encoding",
     "join": "roundtable.client.join",
     "load_job": "roundtable.core.config",
     "load_model": "roundtable.loading",

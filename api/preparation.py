@@ -60,7 +60,7 @@ def _prepared(job: JobConfig, path: Path, start: Path | None) -> Prepared:
     slices = tuple(place for _, place in model.layout.sent.slices())
     population = likely_population(job)
     plan = make_plan(job, population, slices, folder=folder)
-    check_down_layout(job, model.layout)
+    check_down_layout(job, model.layout, folder)
     check_kept_layout(job, model.layout)
     if job.cohort.size is not None or job.round.buffer is not None:
         check_rule(job, plan, population)
@@ -96,6 +96,7 @@ def _not_submitted(job: JobConfig) -> str | None:
         job.aggregation.server_optimizer.name,
         job.cohort.strategy,
         job.algorithm.name,
+        *job.transfer.foreign,
     ]
     if job.stop.central:
         return f"It can only be simulated: its server measures stop.metric = {job.stop.metric!r}."

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from roundtable.core.bounds import DIGEST
 from roundtable.core.quantities import parse_duration
 
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
@@ -47,4 +48,7 @@ def json_only(value: Any, key: str = "") -> Any:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+ApprovedCode = dict[str, Annotated[str, Field(pattern=rf"^{DIGEST}$")]]
+"""Code of others by name → BLAKE3 of what was read and allowed."""
+
 Open = Annotated[dict[str, Any], AfterValidator(json_only)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import StreamKey, get_encoding
+from roundtable.core.encodings.assembly import foreign_stages
 from roundtable.core.encodings.sparse import RandomK
 from roundtable.core.privacy_table import masking_of
 
@@ -11,6 +12,8 @@ from roundtable.core.privacy_table import masking_of
 def shared_sample(job: JobConfig) -> RandomK | None:
     """The random-k whose values a masked job sums; None for one that sums all values."""
     if masking_of(job.privacy) is None or job.transfer.automatic:
+        return None
+    if foreign_stages(job.transfer.up):
         return None
     encoding = get_encoding(job.transfer.up)
     return encoding if isinstance(encoding, RandomK) else None
@@ -44,6 +47,11 @@ def why_not_masked(job: JobConfig) -> str:
         return (
             f"{said}: a silo does not learn what of its own update was counted after clipping and rounding, "
             'and cannot remember the rest: set transfer.feedback = "off"'
+        )
+    if foreign := foreign_stages(transfer.up):
+        return (
+            f"{said}: masked vectors travel in a form of their own, and nobody decodes those of one silo, so "
+            f"{foreign[0]!r}, which is code of others, has nothing to do there: leave it out"
         )
     encoding = get_encoding(transfer.up)
     if encoding.traits.support == "own":

@@ -12,7 +12,7 @@ from roundtable.core.errors import ConfigError
 from roundtable.core.observability.log_levels import DESCRIPTION, LogLevel
 from roundtable.core.observability.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
-from roundtable.core.toml_tables import Seconds, Table
+from roundtable.core.toml_tables import ApprovedCode, Seconds, Table
 from roundtable.server.auth.oidc import OidcTable
 from roundtable.server.auth.page_sessions import DashboardTable
 from roundtable.server.auth.quotas import QuotaTable
@@ -147,6 +147,10 @@ class ServerConfig(Table):
         default_factory=dict,
         description="names of tasks that are about the same silos' data: their jobs spend from one privacy "
         "account, NAME = [tasks]; a task in none has an account of its own",
+    )
+    encodings: ApprovedCode = Field(
+        default_factory=dict,
+        description="installed encodings of others that may decode updates here, by name → hash of the code",
     )
     root_data: dict[str, RootTable] = Field(
         default_factory=dict, description="trusted data by task name, for rules such as fltrust"

@@ -175,6 +175,7 @@ class Coordinator:
             populations=Populations(config.populations),
             queue=config.queue,
             links=MeasuredLines(self._database, self._together),
+            encodings=config.encodings,
         )
         self.jobs = JobRegistry(services)
         self.security = Security(config, self._database, credentials, alerts, artifacts.load, self.clock)

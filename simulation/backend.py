@@ -30,7 +30,7 @@ class World:
 
     `reference` is how another process finds the task (see `load_task`), with the folder that it is
     relative to; None where the task is an object that only this process has. `folder` is the job's, where an
-    algorithm in a file lies.
+    algorithm or an encoding in a file lies.
     """
 
     job: JobConfig
@@ -161,13 +161,14 @@ class Summing(Protocol):
         """Σ weight · update over clients by number that have trained since `rows` [layout.sent.size]."""
 
 
-def can_sum(job: JobConfig) -> bool:
+def can_sum(world: World) -> bool:
     """Whether the aggregate is a weighted mean that nobody has to see single updates for."""
+    job = world.job
     table, attack = job.aggregation, job.simulation.attack
     return (
         table.rule == "mean"
         and not job.transfer.automatic
-        and get_encoding(job.transfer.up).dense_dtype is not None
+        and get_encoding(job.transfer.up, world.folder).dense_dtype is not None
         and not table.pre
         and table.weighting in ("examples", "uniform")
         and table.validation.max_norm is None

@@ -213,7 +213,7 @@ class ClientUpdates:
         layout, down = self.world.layout, self.world.job.transfer.down
         whole = change = 4 * layout.size
         if down != "float32" and round > 1:
-            encoding = get_encoding(down).over(layout)
+            encoding = get_encoding(down, self.world.folder).over(layout)
             change = min(whole, encoding.encoded_size(layout.size) or encoding.size_bound(layout.size))
         return replace(figures, down=change, down_plain=whole)
 
@@ -221,7 +221,7 @@ class ClientUpdates:
         """What the encoding makes of the update, as if it had travelled; and what stays at the client."""
         index, kept = self.world.names.index_of(answer.client), dict(answer.local)
         sent, transfer = self.world.layout.sent, self.world.job.transfer
-        encoding = as_counted(self.world.job, self.chain_of(answer.client)).over(sent)
+        encoding = as_counted(self.world.job, self.chain_of(answer.client), self.world.folder).over(sent)
         figures = TransferFigures(encoding.encoded_size(sent.size) or 0, 4 * sent.size)
         if transfer.automatic:
             figures = replace(figures, encoding=encoding.chain)

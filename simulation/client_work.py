@@ -122,7 +122,7 @@ class ClientWork:
 
     def _bytes_of(self, chain: str) -> int:
         sent = self._world.layout.sent
-        encoding = get_encoding(chain).over(sent)
+        encoding = get_encoding(chain, self._world.folder).over(sent)
         return encoding.encoded_size(sent.size) or min(encoding.size_bound(sent.size), 4 * sent.size)
 
     def _schedule(self, index: int, step: m.Step, examples: int, asked: float) -> None:

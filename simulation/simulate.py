@@ -102,7 +102,7 @@ def simulate(
         layout = world.layout
         slices = tuple(place for _, place in layout.sent.slices())
         plan = make_plan(job, job.simulation.clients, slices, folder=folder).over(layout)
-        check_down_layout(job, layout)
+        check_down_layout(job, layout, folder)
         check_kept_layout(job, layout)
         check_cohort_is_all(job, job.simulation.clients)
         check_rule(job, plan, job.simulation.clients)

@@ -20,11 +20,13 @@ from roundtable.client.agent.state_lock import locked
 from roundtable.client.door.outgoing import hello
 from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.guarantees import guarantees
-from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.client.worker.executor import choose_device
 from roundtable.client.worker.own_budgets import STATED, OwnBudgets
+from roundtable.core.encodings.foreign.approval import not_approved
 from roundtable.core.errors import ResourceError, RoundtableError
 from roundtable.core.identity.handshake import check_connection
+from roundtable.core.plugins.code_hash import hash_of_code
+from roundtable.core.task import ENTRY_POINTS
 from roundtable.doctor.inquiries import Check, Inquiry, known
 from roundtable.doctor.machine_checks import (
     clock,
@@ -100,7 +102,7 @@ def _tasks(config: AgentConfig) -> Iterator[Check]:
         yield Check("tasks", "fail", "this silo offers no task", "name one in [tasks] of agent.toml")
     for name, reference in config.tasks.items():
         try:
-            digest = hash_of_task(reference, config.folder)
+            digest = hash_of_code("task", reference, ENTRY_POINTS, config.folder)
         except RoundtableError as error:
             yield Check("tasks", "fail", f"{name}: {error}", f"mend [tasks] {name} in agent.toml")
             continue
@@ -110,6 +112,8 @@ def _tasks(config: AgentConfig) -> Iterator[Check]:
             yield Check("tasks", "fail", message, f"read it, then `roundtable client hash {name}`")
         else:
             yield Check("tasks", "ok", f"{name}: {reference}")
+    for reason in not_approved(config.encodings, config.encodings, "this silo", "agent.toml"):
+        yield Check("encodings", "fail", reason, "read it, then `roundtable client hash --encoding NAME`")
 
 
 def _policy(config: AgentConfig) -> Iterator[Check]:

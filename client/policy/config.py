@@ -15,6 +15,9 @@
     blake3 = "5f0c…"                    # only this code; `roundtable client hash scans` prints it
     data = { path = "/srv/scans" }      # all that this task may read
 
+    [encodings]                         # installed encodings of others that jobs may name
+    thirds = "9c1e…"                    # only this code; `roundtable client hash --encoding thirds` prints it
+
     [policy]                            # jobs that ask for more, or offer less, are refused
     secure_aggregation = true
     minimum_cohort = 5
@@ -46,7 +49,7 @@ from roundtable.core.identity.handshake import split_address
 from roundtable.core.observability.log_levels import DESCRIPTION, LogLevel, LogLevels
 from roundtable.core.observability.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
-from roundtable.core.toml_tables import Seconds, Table
+from roundtable.core.toml_tables import ApprovedCode, Seconds, Table
 
 
 class LimitsTable(Table):
@@ -91,6 +94,10 @@ class AgentTable(Table):
     tasks: dict[str, str | TaskTable] = Field(
         default_factory=dict,
         description="task name → file.py:Class, module:Class or an entry point; or a table with rules",
+    )
+    encodings: ApprovedCode = Field(
+        default_factory=dict,
+        description="encodings of others that jobs may name → hash of the code",
     )
     data: dict[str, Any] = Field(default_factory=dict, description="the task's site.options")
     metrics: str = Field(
@@ -187,6 +194,7 @@ class AgentConfig:
     threads: int | None = None
     cached_models: int = 3
     rehearsal: float = 0.0
+    encodings: Mapping[str, str] = field(default_factory=dict)
     policy: PolicyTable = field(default_factory=PolicyTable)
     cluster: ClusterTable | None = None
     folder: Path = field(default_factory=Path.cwd)
@@ -204,9 +212,8 @@ class AgentConfig:
 
     def rules(self) -> Rules:
         """The silo's rules, with its tasks and folder."""
-        return Rules(
-            self.policy, self.tasks, self.task_tables, self.folder, on_cluster=self.cluster is not None
-        )
+        on_cluster = self.cluster is not None
+        return Rules(self.policy, self.tasks, self.task_tables, self.encodings, self.folder, on_cluster)
 
     def reference_of(self, task: str) -> str | None:
         """The silo's own code for a job's task; None if the silo does not offer it.
@@ -236,6 +243,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         state=_absolute(folder, table.state),
         tasks={name: task.use if isinstance(task, TaskTable) else task for name, task in table.tasks.items()},
         task_tables=tables,
+        encodings=table.encodings,
         data=table.data,
         metadata=table.metadata,
         device=table.limits.device,

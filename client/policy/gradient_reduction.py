@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from roundtable.core.encodings.assembly import get_encoding, parameters
+from roundtable.core.encodings.assembly import foreign_stages, get_encoding, parameters
 from roundtable.core.encodings.chain import parse_chain
 from roundtable.core.encodings.encoding import Encoding
 from roundtable.core.errors import EncodingError
@@ -76,6 +76,11 @@ def parse_reduction(text: str) -> GradientReduction:
             return GradientReduction(canonical, _PLAIN[first.name], rank)
         if first.name == "float32":
             raise ValueError("float32 is 'exact' here")
+        if foreign := foreign_stages(canonical):
+            raise ValueError(
+                f"{foreign[0]!r} is code of others, which [encodings] approves for updates: gradients travel "
+                "between ranks in what is built in"
+            )
         encoding = get_encoding(canonical)
         if encoding.keeps:
             raise ValueError(f"{canonical} keeps a memory of its own from update to update")

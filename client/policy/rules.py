@@ -14,23 +14,27 @@ from pathlib import Path
 
 from roundtable.client.policy.policy_table import PolicyTable, TaskTable, hours_of
 from roundtable.client.policy.privacy_rules import privacy_objections
-from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import get_encoding
-from roundtable.core.errors import TaskError
+from roundtable.core.encodings.foreign.approval import not_approved
+from roundtable.core.errors import ConfigError
 from roundtable.core.identity.signing import VOUCHED_FOR
+from roundtable.core.plugins.code_hash import hash_of_code
 from roundtable.core.privacy_table import ExampleLevel, hides_figures
+from roundtable.core.task import ENTRY_POINTS
 
 Metrics = Mapping[str, tuple[float, int]]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """A silo's rules, complete: `references` says which code a job's task is here, `tables` what it may."""
+    """A silo's rules, complete: `references` says which code a job's task is here, `tables` what it may, and
+    `encodings` which encodings of others may run, with the hashes of their code."""
 
     policy: PolicyTable
     references: Mapping[str, str]
     tables: Mapping[str, TaskTable] = field(default_factory=dict)
+    encodings: Mapping[str, str] = field(default_factory=dict)
     folder: Path = field(default_factory=Path.cwd)
     on_cluster: bool = False
     """Whether the silo trains on its [cluster], whose ranks write their own parts of an update."""
@@ -96,8 +100,8 @@ class Rules:
         if table is None or table.blake3 is None:
             return
         try:
-            digest = hash_of_task(reference, self.folder)
-        except TaskError as error:
+            digest = hash_of_code("task", reference, ENTRY_POINTS, self.folder)
+        except ConfigError as error:
             yield str(error)
             return
         if digest != table.blake3:
@@ -137,7 +141,9 @@ class Rules:
                 yield f"the job asks for {name} = {wanted}, and this silo allows {most} ([policy] {name})"
 
     def _to_encoding(self, job: JobConfig) -> Iterator[str]:
-        if not self.on_cluster:
+        reasons = [*not_approved(job.transfer.foreign, self.encodings, "this silo", "agent.toml")]
+        yield from reasons
+        if reasons or not self.on_cluster:
             return
         if job.transfer.automatic or get_encoding(job.writes.up).dense_dtype is None:
             yield (

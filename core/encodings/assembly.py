@@ -19,6 +19,7 @@ from roundtable.core.encodings.composed.multi_level import MultiLevel, MultiLeve
 from roundtable.core.encodings.composed.packing import Packed, ZstdTable
 from roundtable.core.encodings.dense import Dense, NoParameters
 from roundtable.core.encodings.encoding import Encoding
+from roundtable.core.encodings.foreign.foreign_codec import ENTRY_POINT_GROUP, find_codec, is_foreign
 from roundtable.core.encodings.signs import Signs
 from roundtable.core.encodings.sparse import LargestValues, RandomK, RandomKTable, TopKTable
 from roundtable.core.encodings.tables4 import Table4
@@ -61,22 +62,44 @@ CHOOSING: dict[str, tuple[Callable[..., Encoding], type[Table]]] = {
 
 PACKING = "zstd"
 BY_TENSOR = "multilevel"
+_BUILT_IN = (*CODECS, *CHOOSING, BY_TENSOR, PACKING)
 
 
 def canonical(chain: object) -> str:
-    """The text of a chain as it travels and is compared; ValueError that says what is wrong with it."""
-    stages = parse_chain(chain)
-    text = " | ".join(str(stage) for stage in stages)
+    """The text of a chain as it travels and is compared; ValueError that says what is wrong with it.
+
+    Code of others is not run for it.
+    """
+    text = " | ".join(str(stage) for stage in parse_chain(chain))
     try:
-        get_encoding(text)
+        get_encoding(built_in(text))
     except EncodingError as error:
         raise ValueError(str(error)) from error
     return text
 
 
+def built_in(chain: str) -> str:
+    """The chain with float32 in the place of code of others: what can be said of it without running that."""
+    stages = parse_chain(chain)
+    return " | ".join("float32" if _may_be_foreign(stage.name) else str(stage) for stage in stages)
+
+
+def foreign_stages(chain: str) -> list[str]:
+    """The stages that are code of others, by name; nothing of it is run."""
+    return [stage.name for stage in parse_chain(chain) if _may_be_foreign(stage.name)]
+
+
+def _may_be_foreign(name: str) -> bool:
+    return name not in _BUILT_IN and is_foreign(name)
+
+
 @functools.lru_cache(maxsize=64)
 def get_encoding(chain: str, folder: Path | None = None) -> Encoding:
-    """The encoding that a chain means; EncodingError that names the stage and what would be right."""
+    """The encoding that a chain means; EncodingError that names the stage and what would be right.
+
+    Code of others is looked for in `folder` if it is a file, which None refuses; ConfigError where it cannot
+    be used.
+    """
     try:
         stages = parse_chain(chain)
     except ValueError as error:
@@ -91,7 +114,7 @@ def get_encoding(chain: str, folder: Path | None = None) -> Encoding:
         if rest:
             raise EncodingError(f"{rest[0].name!r} cannot follow {BY_TENSOR}, which writes its values itself")
         return MultiLevel(chain, parameters(first, MultiLevelTable))
-    codecs = [_codec(stage) for stage in rest]
+    codecs = [_codec(stage, folder) for stage in rest]
     if first.name in CHOOSING:
         if len(codecs) > 1:
             raise EncodingError(f"{rest[1].name!r} cannot follow {rest[0].name!r}")
@@ -102,7 +125,7 @@ def get_encoding(chain: str, folder: Path | None = None) -> Encoding:
             f"{rest[0].name!r} cannot follow {first.name!r}: values are quantised once; what goes before "
             f"is one of {', '.join(CHOOSING)}"
         )
-    return CodecEncoding(chain, _codec(first))
+    return CodecEncoding(chain, _codec(first, folder))
 
 
 def _packed(chain: str, before: Sequence[StageText], stage: StageText, folder: Path | None) -> Packed:
@@ -115,13 +138,16 @@ def _packed(chain: str, before: Sequence[StageText], stage: StageText, folder: P
     return Packed(chain, parameters(stage, ZstdTable), inner, 1 if dense is None else dense.itemsize)
 
 
-def _codec(stage: StageText) -> Codec:
+def _codec(stage: StageText, folder: Path | None) -> Codec:
     kind = CODECS.get(stage.name)
+    if kind is None and is_foreign(stage.name):
+        return find_codec(stage.name, stage.given, folder)
     if kind is None:
         if stage.name in CHOOSING:
             raise EncodingError(f"{stage.name!r} chooses what is sent, and goes before what writes it")
         raise EncodingError(
-            f"unknown encoding {stage.name!r}; known: {', '.join((*CODECS, *CHOOSING, BY_TENSOR, PACKING))}"
+            f"unknown encoding {stage.name!r}; known: {', '.join(_BUILT_IN)}; those of others are "
+            f"file.py:Class, or installed as an entry point in the group {ENTRY_POINT_GROUP!r}"
         )
     return kind.make(parameters(stage, kind.table))
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
-from roundtable.core.encodings.assembly import PACKING, canonical, get_encoding
+from roundtable.core.encodings.assembly import PACKING, built_in, canonical, foreign_stages, get_encoding
 from roundtable.core.encodings.encoding import Traits
 from roundtable.core.encodings.feedback import MEMORY, Feedback
 from roundtable.core.errors import EncodingError
@@ -54,41 +54,52 @@ class TransferTable(Table):
 
     @model_validator(mode="after")
     def _can_feed_back(self) -> Self:
-        rescaled = [each for each in self.chains if get_encoding(each).traits.rescaled]
-        if self.feedback == "on" and rescaled:
-            raise ValueError(
-                f'feedback = "on" with up = {rescaled[0]!r}: values that are lengthened in the place of '
-                "others would be taken off twice from what is remembered; leave rescale or feedback out"
-            )
         if self.automatic and (self.feedback == "ef21" or self.momentum):
             raise ValueError(
                 'up = "auto" with feedback = "ef21" or momentum: what a silo keeps for them belongs to one '
                 "encoding; name it, or leave them out"
             )
-        if self.feedback == "ef21" and not (
-            self.traits.error == "bounded" and self.traits.contractive(1 << 20)
-        ):
-            raise ValueError(
-                f'feedback = "ef21" with up = {self.up!r}: it converges where each encoding comes nearer to '
+        for chain in self.chains:
+            # Code of others is asked once it may run: engine/validation/transfer_composition.py.
+            if not foreign_stages(chain) and (objection := self.objection(chain, get_encoding(chain).traits)):
+                raise ValueError(objection)
+        return self
+
+    def objection(self, chain: str, traits: Traits) -> str:
+        """Why this encoding of updates, which says this of itself, does not go with `feedback` or `momentum`;
+        "" where it does."""
+        if self.feedback == "on" and traits.rescaled:
+            return (
+                f'feedback = "on" with up = {chain!r}: values that are lengthened in the place of '
+                "others would be taken off twice from what is remembered; leave rescale or feedback out"
+            )
+        if self.feedback == "ef21" and not (traits.error == "bounded" and traits.contractive(_MANY)):
+            return (
+                f'feedback = "ef21" with up = {chain!r}: it converges where each encoding comes nearer to '
                 "what it encodes, and loses something; choose a top-k by ratio, sign or integers rounded to "
                 "the nearest"
             )
-        if self.momentum and not (self.memory.way == "error" and self.traits.support == "own"):
-            raise ValueError(
-                f"momentum = {self.momentum} with up = {self.up!r} and feedback = {self.feedback!r}: it is "
+        if self.momentum and not (self.memory.way == "error" and traits.support == "own"):
+            return (
+                f"momentum = {self.momentum} with up = {chain!r} and feedback = {self.feedback!r}: it is "
                 "forgotten where values were sent, so it needs values that are not, and feedback: use topk"
             )
-        lengthening = [each for each in self.chains if get_encoding(each).traits.lengthens(_MANY) > 2.0]
-        if self.feedback == "on" and lengthening:
-            raise ValueError(
-                f'feedback = "on" with up = {lengthening[0]!r}: it may be longer than what it encodes, so '
-                "what is remembered would grow; use randomk(..., scaled=false), or leave feedback out"
+        if self.feeds(chain) and traits.lengthens(_MANY) > 2.0:
+            return (
+                f"error feedback with up = {chain!r}: it may be longer than what it encodes (`lengthens`), "
+                "so what is remembered would grow; use randomk(..., scaled=false), or leave feedback out"
             )
-        return self
+        return ""
 
     @model_validator(mode="after")
     def _can_begin(self) -> Self:
         for chain in self.choice.candidates if self.automatic else ():
+            if foreign := foreign_stages(chain):
+                raise ValueError(
+                    f"choice.candidates: {foreign[0]!r} is code of others, which does not run before each "
+                    "party has approved it, and what may be chosen at first follows from what candidates "
+                    "state of themselves: name it as up, or leave it out"
+                )
             try:
                 get_encoding(chain).size_bound(_MANY)
             except EncodingError as error:
@@ -134,13 +145,16 @@ class TransferTable(Table):
         return traits.error != "unbiased" and not self.feeds(chain) and traits.worst(_MANY) <= most.biased
 
     @property
-    def traits(self) -> Traits:
-        """What the encoding of updates says of itself; not of one that is still to be chosen."""
-        return get_encoding(self.up).traits
+    def foreign(self) -> list[str]:
+        """The encodings of others that the job names."""
+        return [name for chain in (*self.chains, self.down) for name in foreign_stages(chain)]
 
     def feeds(self, chain: str) -> bool:
-        """Whether silos remember what this encoding of updates dropped."""
-        return self.feedback == "on" or (self.feedback == "auto" and get_encoding(chain).traits.feedback)
+        """Whether silos remember what this encoding of updates dropped; what code of others states of itself
+        has no say in that."""
+        if self.feedback == "auto":
+            return get_encoding(built_in(chain)).traits.feedback
+        return self.feedback == "on"
 
     @property
     def unpacked(self) -> str:

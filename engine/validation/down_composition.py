@@ -7,8 +7,9 @@ from pathlib import Path
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Encoding, get_encoding
-from roundtable.core.errors import ConfigError
+from roundtable.core.errors import ConfigError, EncodingError
 from roundtable.core.layout import Layout
+from roundtable.core.plugins.calls import named_at
 
 _KEY = ("transfer", "down")
 _MANY = 1 << 20
@@ -21,7 +22,11 @@ def down_encoding(job: JobConfig, algorithm: ClientAlgorithm, folder: Path | Non
     """
     if job.transfer.down == "float32":
         return None
-    encoding = get_encoding(job.transfer.down, folder)
+    with named_at(*_KEY):
+        try:
+            encoding = get_encoding(job.transfer.down, folder)
+        except EncodingError as error:
+            raise ConfigError(str(error)) from error
     said = f"transfer.down = {job.transfer.down!r}"
     if not encoding.traits.contractive(_MANY):
         raise ConfigError(
@@ -45,9 +50,9 @@ def down_encoding(job: JobConfig, algorithm: ClientAlgorithm, folder: Path | Non
     return encoding
 
 
-def check_down_layout(job: JobConfig, layout: Layout) -> None:
+def check_down_layout(job: JobConfig, layout: Layout, folder: Path | None = None) -> None:
     """ConfigError where tensors travel in the vector that rounding would spoil."""
-    if job.transfer.down == "float32" or get_encoding(job.transfer.down).dense_dtype is not None:
+    if job.transfer.down == "float32" or get_encoding(job.transfer.down, folder).dense_dtype is not None:
         return
     buffers = [spec.name for spec in layout.averaged if spec.kind == "buffer"]
     if buffers:

@@ -190,7 +190,7 @@ def make_plan(
     discount = job.round.discount if job.round.mode == "buffered" else constant
     server = algorithm.server()
     part = ServerPart(server, algorithm.places) if server is not None else None
-    down, thin = down_encoding(job, algorithm, folder), thinned(job)
+    down, thin = down_encoding(job, algorithm, folder), thinned(job, folder)
     estimates = job.transfer.memory.way == "ef21"
     return Plan(aggregation, optimizer, job.privacy, noise, strategy, discount, part, down, estimates, thin)
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from roundtable.aggregation import find_rule
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Encoding, get_encoding
+from roundtable.core.encodings.assembly import foreign_stages
 from roundtable.core.encodings.sparse import RandomK
-from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.core.errors import ConfigError, EncodingError, PrivacyError
+from roundtable.core.plugins.calls import named_at
 from roundtable.core.privacy_table import BareUpdates, FtrlLevel, NoPrivacy
 
 
@@ -17,7 +19,7 @@ def check_transfer(job: JobConfig, folder: Path | None = None) -> None:
     """Raises ConfigError or PrivacyError for what would be silently different.
 
     A coordinate-wise rule over values that each silo drew for itself sees mostly zeros: a median of ten silos
-    keeps 8 to 16 % of its norm. `folder` is where a rule in a file lies.
+    keeps 8 to 16 % of its norm. `folder` is where a rule or an encoding in a file lies.
     """
     said = f"transfer.up = {job.transfer.up!r}"
     if job.transfer.automatic:
@@ -37,7 +39,7 @@ def _check_choice(job: JobConfig, said: str) -> None:
 
 
 def _check_chain(job: JobConfig, up: str, said: str, folder: Path | None) -> None:
-    rule, encoding = job.aggregation.rule, get_encoding(up)
+    rule, encoding = job.aggregation.rule, _encoding_of(job, up, said, folder)
     support = encoding.traits.support
     by_coordinate = support in ("seeded", "own") and find_rule(rule, folder).kept is not None
     if by_coordinate and support == "seeded":
@@ -61,6 +63,27 @@ def _check_chain(job: JobConfig, up: str, said: str, folder: Path | None) -> Non
             'both would add up; set name = "fedavg"',
             key=("transfer", "momentum"),
         )
+
+
+def _encoding_of(job: JobConfig, up: str, said: str, folder: Path | None) -> Encoding:
+    """An encoding of updates, and what is asked of one of others once it may run."""
+    with named_at("transfer", "up"):
+        try:
+            encoding = get_encoding(up, folder)
+        except EncodingError as error:
+            raise ConfigError(str(error)) from error
+        traits = encoding.traits
+        if not foreign_stages(up):
+            return encoding
+        if objection := job.transfer.objection(up, traits):
+            raise ConfigError(objection, key=("transfer", "feedback"))
+        if traits.feedback and job.transfer.feedback == "auto" and not job.transfer.remembers:
+            raise ConfigError(
+                f"{said}: its traits ask for error feedback, and of an encoding of others the job says it: "
+                'set transfer.feedback = "on" or "off"',
+                key=("transfer", "feedback"),
+            )
+    return encoding
 
 
 def check_cohort_is_all(job: JobConfig, population: int) -> None:
@@ -109,20 +132,24 @@ def _check_fixed_cohort(job: JobConfig) -> None:
         )
 
 
-def as_counted(job: JobConfig, chain: str) -> Encoding:
-    """How the coordinator decodes updates: random-k without its factor where clip and noise come first."""
-    return thin.unscaled() if (thin := _thinned(job, chain)) else get_encoding(chain)
+def as_counted(job: JobConfig, chain: str, folder: Path | None = None) -> Encoding:
+    """How the coordinator decodes updates: random-k without its factor where clip and noise come first.
+
+    `folder` is where an encoding in a file lies.
+    """
+    thin = _thinned(job, chain, folder)
+    return thin.unscaled() if thin else get_encoding(chain, folder)
 
 
-def thinned(job: JobConfig) -> RandomK | None:
+def thinned(job: JobConfig, folder: Path | None = None) -> RandomK | None:
     """The random-k that makes up for what was not sent, after the noise; None where there is none."""
-    return None if job.transfer.automatic else _thinned(job, job.transfer.up)
+    return None if job.transfer.automatic else _thinned(job, job.transfer.up, folder)
 
 
-def _thinned(job: JobConfig, chain: str) -> RandomK | None:
+def _thinned(job: JobConfig, chain: str, folder: Path | None) -> RandomK | None:
     if not isinstance(job.privacy, BareUpdates):
         return None
-    encoding = get_encoding(chain)
+    encoding = get_encoding(chain, folder)
     return encoding if isinstance(encoding, RandomK) and encoding.traits.scaled else None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.encodings.foreign.approval import not_approved
 from roundtable.core.errors import ConfigError
 from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
@@ -95,6 +96,13 @@ def plan_of(
     return plan
 
 
+def check_approved(job: JobConfig, services: JobServices) -> None:
+    """ConfigError where the job names code of others that this coordinator's people have not named."""
+    named = job.transfer.foreign
+    if reasons := [*not_approved(named, services.encodings, "this coordinator", "coordinator.toml")]:
+        raise ConfigError("; ".join(reasons), key=("transfer",))
+
+
 def client_info(job: JobConfig, agent: AgentRow, link: LinkEstimate) -> m.ClientInfo:
     """What the engine of the job may know of an agent, and of its line."""
     held, counts = held_for(job, agent), (agent.selected, agent.completed)
@@ -115,6 +123,7 @@ def layout_of(model: str, services: JobServices) -> Layout:
 def stored_plan(row: JobRow, services: JobServices) -> tuple[JobConfig, Layout, Plan]:
     """A stored job with its layout, and its plan as its ledger has it. Blocks: reads the initial model."""
     job = parse_job(row.config)
+    check_approved(job, services)
     layout = layout_of(row.initial_model, services)
     settled = with_settled_noise(job, row.snapshot["noise"])
     return job, layout, plan_of(settled, layout, int(row.snapshot["population"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,8 @@ class JobServices:
 
     `compute` is the one thread in which models are made; `writer` names this process in the rows that it
     writes; `together` groups small writes of many callers; `tracking` is the folder of all jobs' trackers;
-    `queue` is what operators have set for the turns of jobs.
+    `queue` is what operators have set for the turns of jobs; `encodings` are those of others that may decode
+    updates, by name, with the hashes of their code.
     """
 
     database: Database
@@ -44,3 +45,4 @@ class JobServices:
     populations: Populations
     queue: QueueRules
     links: MeasuredLines
+    encodings: Mapping[str, str]

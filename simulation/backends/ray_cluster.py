@@ -48,13 +48,13 @@ class Host:
         torch.set_num_threads(1)
         config = job_from_json(job)
         made = load_task(task, Path(folder), parameters=config.task.parameters)
-        algorithms = Path(folder)
-        model = initial_model(config, made, make_algorithm(config.algorithm, algorithms))
-        self._world = World(config, made, model, folder=algorithms)
+        beside = Path(folder)
+        model = initial_model(config, made, make_algorithm(config.algorithm, beside))
+        self._world = World(config, made, model, folder=beside)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._backend = make_local("sequential", self._world, Clients(self._world, budget), device)
         chosen = config.transfer.automatic
-        dense = None if chosen else get_encoding(config.transfer.up).dense_dtype
+        dense = None if chosen else get_encoding(config.transfer.up, beside).dense_dtype
         self._dense = dense or torch.float32
         self._summing = summing
         self._updates: dict[int, Tensor] = {}
@@ -127,7 +127,7 @@ class RayCluster:
                 "job as module:Class or file.py:Class, importable on every node"
             )
         self.world = world
-        self.sums_updates = can_sum(world.job)
+        self.sums_updates = can_sum(world)
         self._began = not self._ray.is_initialized()
         if self._began:
             address = os.environ.get("RAY_ADDRESS")

@@ -100,7 +100,7 @@ def test_what_does_not_go_together_is_refused_before_round_1() -> None:
         text
         + '[evaluation]\nevery = 0\n[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1.0\n'
     )
-    with pytest.raises(PrivacyError, match="masked vectors travel in a form of their own"):
+    with pytest.raises(PrivacyError, match="masked updates have all one form"):
         make_plan(parse_job(masked), 10)
     scaffold = '[algorithm]\nname = "scaffold"\nsteps = 5\n[aggregation]\nweighting = "uniform"\n'
     with pytest.raises(ConfigError, match="that encoding changes it too much"):

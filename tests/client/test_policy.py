@@ -32,7 +32,6 @@ from roundtable.client.policy.known_jobs import KnownJobs
 from roundtable.client.policy.policy_table import PolicyTable, TaskTable
 from roundtable.client.policy.privacy_rules import objections_to_sum, stated_epsilon
 from roundtable.client.policy.rules import Rules
-from roundtable.client.policy.task_hash import hash_of_task
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import TrainedUpdate
 from roundtable.core import parse_job
@@ -43,6 +42,8 @@ from roundtable.core.identity.credentials import create_ca, issue, load_silo_ide
 from roundtable.core.identity.revocation import revoke
 from roundtable.core.identity.signing import job_identifier, job_values, sign, vouch
 from roundtable.core.observability.released import Told
+from roundtable.core.plugins.code_hash import hash_of_code
+from roundtable.core.task import ENTRY_POINTS
 from roundtable.privacy.accounting.accountants import gaussian_epsilon
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values
@@ -426,7 +427,7 @@ def test_the_first_round_begins_with_the_model_that_was_signed(silo: AgentConfig
 
 def test_only_the_code_that_was_allowed_runs(silo: AgentConfig) -> None:
     toml = silo.folder / "agent.toml"
-    digest = hash_of_task("t.py:T", silo.folder)
+    digest = hash_of_code("task", "t.py:T", ENTRY_POINTS, silo.folder)
     assert digest == blake3(b"class T: ...\n").hexdigest()
     toml.write_text(
         f'coordinator = "localhost:1"\ncredentials = "north"\n[tasks.t]\nuse = "t.py:T"\n'
@@ -446,9 +447,9 @@ def test_a_package_is_pinned_as_a_whole(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "inner.py").write_text("x = 1\n")
-    before = hash_of_task("pack.inner:T", tmp_path)
+    before = hash_of_code("task", "pack.inner:T", ENTRY_POINTS, tmp_path)
     (package / "inner.py").write_text("x = 2\n")
-    assert hash_of_task("pack.inner:T", tmp_path) != before
+    assert hash_of_code("task", "pack.inner:T", ENTRY_POINTS, tmp_path) != before
 
 
 def test_the_silos_log_is_chained_signed_and_notices_every_change(silo: AgentConfig) -> None:

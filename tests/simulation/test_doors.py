@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from installed import install
 
+from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.simulation import Result, describe_partition, simulate
 
@@ -137,16 +139,59 @@ def test_installed_packages_give_the_same_model_as_files(
         "roundtable.selection_strategies": {"every_region": "every_region"},
         "roundtable.partitions": {"striped": "striped"},
         "roundtable.algorithms": {"shrinking": "Shrinking"},
+        "roundtable.encodings": {"steps": "Steps"},
     }
     install(tmp_path / "site", monkeypatch, "hospital_parts", blocks("python"), points)
     installed = run(
         folder,
         cohort__strategy="every_region",
         algorithm__name="shrinking",
+        transfer__up="steps(levels=100)",
         aggregation__server_optimizer__name="heavy",
         simulation__partition__name="striped",
     )
     assert torch.equal(installed.model.vector, run(folder).model.vector)
+
+
+@pytest.mark.parametrize(
+    ("up", "more"),
+    [
+        ("{}", {"down": "mine.py:Steps"}),
+        ("{} | zstd", {"feedback": "on"}),
+        ("topk(ratio=0.5) | {}", {"momentum": 0.5}),
+        ("{}", {"feedback": "ef21"}),
+        ("lowrank(rank=1) | {}", {}),
+        ("randomk(ratio=0.5) | {}", {"privacy": {"level": "client", "clip_norm": 0.1, "delta": 1e-3}}),
+    ],
+)
+def test_an_encoding_of_others_does_what_the_built_in_one_of_its_formula_does(
+    folder: Path, up: str, more: dict[str, Any]
+) -> None:
+    """In each place that a chain has, with each kind of memory, and where the noise comes after it."""
+    own, same = "mine.py:Steps", "int8(block=64, scales=float32)"
+    job: dict[str, Any] = {
+        "task": "small.py:Small",
+        "rounds": 3,
+        "cohort": {"size": 6, "minimum": 6},
+        "algorithm": {"name": "fedavg"},
+        "aggregation": {"weighting": "uniform", "validation": {"norm_ratio": "off"}},
+        "simulation": {"clients": 6},
+        "evaluation": {"every": 0},
+    }
+    (folder / "small.py").write_text(TASK.replace("Linear(3, 1)", "Linear(3, 40)"))
+    transfer = dict(more)
+    if privacy := transfer.pop("privacy", None):
+        job["privacy"] = {**privacy, "noise_multiplier": 0.01}
+    forms = [{"up": up.format(own), **transfer}, {"up": up.format(same), **transfer}, {}]
+    if "down" in transfer:
+        forms[1]["down"] = same
+    models = []
+    for form in forms:
+        result = simulate(JobConfig.model_validate({**job, "transfer": form}), folder=folder)
+        assert result.status == "finished", result.reason
+        models.append(result.model.vector)
+    torch.testing.assert_close(models[0], models[1], rtol=1e-5, atol=1e-7)
+    assert not torch.equal(models[0], models[2])
 
 
 OPTIMIZER, STRATEGY = "aggregation__server_optimizer", "cohort__strategy"
@@ -194,6 +239,7 @@ def test_what_does_not_fit_is_refused_before_round_1(
         ("mine.py:every_region", "bad.py:two", "cohort.strategy"),
         ("mine.py:striped", "mine.py:strip", "simulation.partition.name"),
         ("shrink = 0.01", "shrinc = 0.01", "algorithm.shrinc"),
+        ("levels=100", "levles=100", "transfer.up"),
     ],
 )
 def test_a_mistake_names_the_line_of_the_job_file(folder: Path, old: str, new: str, key: str) -> None:

@@ -18,7 +18,7 @@ from roundtable.cli.silo.cluster import plan, profile, report, verify_cluster
 from roundtable.cli.silo.maintenance import drain, resume
 from roundtable.cli.silo.requests import requests
 from roundtable.cli.silo.shared_log import shared
-from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_task, jobs, refuse
+from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_code, jobs, refuse
 from roundtable.cli.silo.silo_model import silo_model
 from roundtable.core.identity.credentials import load_credentials
 
@@ -117,7 +117,7 @@ for command in (
     enroll,
     explain,
     forget,
-    hash_task,
+    hash_code,
     jobs,
     page_address,
     plan,

@@ -196,17 +196,23 @@ def forget(context: click.Context, silo: str) -> None:
 
 
 @click.command("hash")
-@click.argument("task")
+@click.argument("name")
+@click.option("--encoding", is_flag=True, help="NAME is an installed encoding, and not a task.")
 @click.pass_context
-def hash_task(context: click.Context, task: str) -> None:
-    """Print the hash of TASK's code, for [tasks.TASK] blake3."""
-    from roundtable.client.policy.task_hash import hash_of_task
+def hash_code(context: click.Context, name: str, encoding: bool) -> None:
+    """Print the hash of a task's code, for [tasks.NAME] blake3, or of an encoding's, for [encodings]."""
+    from roundtable.core.encodings.foreign.foreign_codec import ENTRY_POINT_GROUP
+    from roundtable.core.plugins.code_hash import hash_of_code
+    from roundtable.core.task import ENTRY_POINTS
 
+    if encoding:
+        say(hash_of_code("encoding", name, ENTRY_POINT_GROUP, None))
+        return
     config, rules = silo_of(context)
-    if task not in rules.references:
+    if name not in rules.references:
         offered = ", ".join(sorted(rules.references)) or "none"
-        raise ConfigError(f"[tasks] names no {task!r}; it names {offered}")
-    say(hash_of_task(rules.references[task], config.folder))
+        raise ConfigError(f"[tasks] names no {name!r}; it names {offered}")
+    say(hash_of_code("task", rules.references[name], ENTRY_POINTS, config.folder))
 
 
 def _said(decision: Decision) -> str:

@@ -9,7 +9,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, EncodingError, LayoutError
 from roundtable.core.observability.tracking import check_inside, check_trackers
 from roundtable.engine import CentralNoise, RoundEngine
-from roundtable.server.jobs.job_driver import Submission, layout_of, plan_of
+from roundtable.server.jobs.job_driver import Submission, check_approved, layout_of, plan_of
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.store import ArtifactRow, JobRow
 from roundtable.server.store.ledger import Total
@@ -34,6 +34,7 @@ def new_job(
     except (EncodingError, LayoutError) as error:
         reason = str(error).replace(str(path), f"artifact {submission.model[:12]}")
         raise ConfigError(f"the initial model cannot be used: {reason}") from error
+    check_approved(job, services)
     if job.stop.central:
         raise ConfigError(
             f"stop.metric = {job.stop.metric!r} is measured on test data of the server, which a simulation "

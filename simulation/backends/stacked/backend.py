@@ -80,9 +80,9 @@ class Stacked:
         self.clients = clients or Clients(world)
         self.fallback = Vectorised(world, self.clients, str(self.device))
         self.refused = why_not(world)
-        self.sums_updates = can_sum(world.job)
+        self.sums_updates = can_sum(world)
         transfer = world.job.transfer
-        self._dense = None if transfer.automatic else get_encoding(transfer.up).dense_dtype
+        self._dense = None if transfer.automatic else get_encoding(transfer.up, world.folder).dense_dtype
         self._budget = budget
         self._data_budget = data_budget
         self._pool: Pool | None = None

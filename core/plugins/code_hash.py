@@ -1,4 +1,4 @@
-"""Hashes a task's code: a silo pins the code that it has read and allowed by this.
+"""Hashes code that a job names: who runs it pins by this what was read and allowed.
 
 A reference to a file pins that file; one to a module or an entry point pins the whole top-level package
 that it lies in, every Python file of it. Nothing is imported to find that out.
@@ -12,28 +12,32 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from roundtable.core.errors import TaskError
-from roundtable.core.task import ENTRY_POINTS
+from roundtable.core.errors import ConfigError
 
 
-def hash_of_task(reference: str, folder: Path) -> str:
-    """BLAKE3 in hexadecimal; TaskError where there is no such code."""
+def hash_of_code(kind: str, reference: str, entry_point_group: str, folder: Path | None) -> str:
+    """BLAKE3 in hexadecimal of the code of this kind ("task", "encoding"); ConfigError where there is none.
+
+    `folder` is where files and packages are looked for before those that are installed; None: nowhere.
+    """
     place, _, _ = reference.partition(":")
-    if place.endswith(".py"):
+    if place.endswith(".py") and folder is not None:
         return _of_files([folder / place], folder)
     if ":" not in reference:
-        points = [point for point in entry_points(group=ENTRY_POINTS) if point.name == reference]
-        if not points:
+        points = list(entry_points(group=entry_point_group, name=reference))
+        if not points and folder is not None:
             return _of_files([folder / f"{place}.py"], folder)
+        if not points:
+            raise ConfigError(f"no installed package offers the {kind} {reference!r} ({entry_point_group})")
         place = points[0].module
     top = place.split(".")[0]
-    inside = folder / top
-    for candidate in (inside, inside.with_suffix(".py")):
+    inside = [] if folder is None else [folder / top, (folder / top).with_suffix(".py")]
+    for candidate in inside:
         if candidate.exists():
             return _of_place(candidate)
     spec = importlib.util.find_spec(top)
     if spec is None or spec.origin is None:
-        raise TaskError(f"the module {top!r} of the task {reference!r} is not installed")
+        raise ConfigError(f"the module {top!r} of the {kind} {reference!r} is not installed")
     origin = Path(spec.origin)
     return _of_place(origin.parent if origin.name == "__init__.py" else origin)
 
@@ -49,7 +53,7 @@ def _of_files(files: list[Path], base: Path) -> str:
     try:
         hashes = [blake3(file.read_bytes()).hexdigest() for file in files]
     except OSError as error:
-        raise TaskError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
     if len(files) == 1:
         return hashes[0]
     lines = "".join(

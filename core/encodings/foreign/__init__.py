@@ -1,0 +1,1 @@
+"""Encodings that are code of others: found, tried, checked as they work, and approved by who runs them."""
