@@ -1,4 +1,5 @@
-"""Writes the table of docs/algorithms.md: what goes together, asked of the checks themselves."""
+"""Writes the tables of docs/algorithms.md and docs/compression.md: what goes together, asked of the checks
+themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from roundtable.core.algorithms.known_algorithms import BUILTINS, make_algorithm
 from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.engine import make_plan
 
-PAGE = Path("docs/algorithms.md")
+PAGE, ENCODED_PAGE = Path("docs/algorithms.md"), Path("docs/compression.md")
 BEGIN, END = "<!-- table: tools/algorithm_table.py -->", "<!-- end of table -->"
 
 Document = dict[str, Any]
@@ -58,6 +59,22 @@ COLUMNS: Mapping[str, Document] = {
 }
 """A job of each kind, beside what the algorithm itself needs."""
 CLUSTER, HOOKED = "silo cluster", "recorded steps"
+ENCODED: Mapping[str, Document] = {
+    "`bfloat16`": {"up": "bfloat16"},
+    "`int4`": {"up": "int4(block=64)"},
+    "`int4`, stochastic": {"up": "int4(block=64, rounding=stochastic)"},
+    "`sign`, feedback": {"up": "sign(block=64)"},
+    "top-k, feedback": {"up": "topk(ratio=0.1) | int8(block=64)"},
+    "top-k, momentum": {"up": "topk(ratio=0.1)", "momentum": 0.5},
+    "top-k, EF21": {"up": "topk(ratio=0.25)", "feedback": "ef21"},
+    "low rank, feedback": {"up": "lowrank(rank=1)"},
+    "by tensor, feedback": {"up": "multilevel(small=8, large=40, ratio=0.2)"},
+    "`auto`": {"up": "auto"},
+    "random-k": {"up": "randomk(ratio=0.25)"},
+    "random-k, feedback": {"up": "randomk(ratio=0.25, scaled=false)"},
+    "`int8` down": {"down": "int8(block=64)"},
+}
+"""`[transfer]` of each column of the second table: rounded, biased, unbiased, sparse, with memory; down."""
 
 
 def document_of(name: str, column: str = "") -> Document:
@@ -75,6 +92,14 @@ def document_of(name: str, column: str = "") -> Document:
     }
     if composition.one_by_one:
         document["cohort"] = {"size": 1, "strategy": "round_robin"}
+    if column in ENCODED:
+        document["transfer"] = dict(ENCODED[column])
+    if document.get("transfer", {}).get("feedback") == "ef21":
+        # What it asks of a job: the same clients in each round, with the same weights.
+        document.setdefault("cohort", {"size": 3, "minimum": 3})
+        uniform = weightings is None or "uniform" in weightings
+        weighting = "uniform" if uniform else document["aggregation"]["weighting"]
+        document["aggregation"] = {"weighting": weighting, "validation": {"norm_ratio": "off"}}
     for table, values in COLUMNS.get(column, {}).items():
         document[table] = {**document.get(table, {}), **values}
     if document.get("privacy", {}).get("level", "none") != "none":
@@ -98,15 +123,35 @@ def refusal(name: str, column: str) -> str:
     return ""
 
 
+def encoded_vectors(name: str) -> tuple[str, str]:
+    """What travels (up, down) in the job's encoding, by the declarations; what does not is in brackets."""
+    algorithm = make_algorithm(JobConfig.model_validate(document_of(name)).algorithm)
+    ways = []
+    for first, places in (("update", [p for p in algorithm.places if p.sent]), ("model", algorithm.places)):
+        shown = [f"`{place.name}`" if place.compression else f"(`{place.name}`)" for place in places]
+        ways.append(", ".join([first, *shown]))
+    return ways[0], ways[1]
+
+
 def markdown() -> str:
-    """The table, and the reasons that its cells name."""
-    columns = [HOOKED, CLUSTER, *COLUMNS]
+    """The table of algorithms, and the reasons that its cells name."""
+    return _table([HOOKED, CLUSTER, *COLUMNS], {})
+
+
+def encoded_markdown() -> str:
+    """The table of encodings, and the reasons that its cells name."""
+    return _table([*ENCODED], {"up": 0, "down": 1})
+
+
+def _table(columns: list[str], vectors: Mapping[str, int]) -> str:
     reasons: dict[str, int] = {}
-    lines = [f"| algorithm | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
+    heads = ["algorithm", *vectors, *columns]
+    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for name in ROWS:
-        cells = []
+        cells = [encoded_vectors(name)[way] for way in vectors.values()]
         for column in columns:
             why = refusal(name, column).replace(f"algorithm {ROWS[name]['name']!r}", "it")
+            why = re.sub(r"(transfer.\w+) = '.*?'", r"\1", why)
             why = re.sub(r"privacy.level = '\w+': it (is not.*?)(?:; it goes with.*)", r"it \1", why)
             cells.append(f"no ({reasons.setdefault(why, len(reasons) + 1)})" if why else "yes")
         plain, _, variant = name.partition(", ")
@@ -116,9 +161,10 @@ def markdown() -> str:
 
 
 def main() -> None:
-    """Writes the table into the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{markdown()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    """Writes the tables into their pages."""
+    for page, table in ((PAGE, markdown()), (ENCODED_PAGE, encoded_markdown())):
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
