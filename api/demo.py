@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _MARKER = ".roundtable-demo"
 _START_SECONDS = 120.0
+_TOKEN_SECONDS = 86400.0
 SILOS = 3
 HOST = "127.0.0.1"
 
@@ -49,7 +50,11 @@ class DemoResult:
 class Demo:
     """One demonstration in `folder`, which is made anew."""
 
-    def __init__(self, folder: Path, overrides: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, overrides: Mapping[str, Any] | None = None, page: str | None = None
+    ) -> None:
+        """`page`: host:port at which the coordinator shows its page to browsers of this machine."""
+        self._page = page
         self.folder = folder.absolute()
         self.example = BUILT_EXAMPLES["digits"].folder
         self._overrides = dict(overrides or {})
@@ -57,10 +62,17 @@ class Demo:
         # The names and the number that the simulation of the same job file uses.
         self._silos = [self.folder / "silos" / f"client-{index}" for index in range(SILOS)]
 
-    def run(self, follow: Callable[[OperatorClient, str], None], say: Callable[[str], None]) -> DemoResult:
+    def run(
+        self,
+        follow: Callable[[OperatorClient, str], None],
+        say: Callable[[str], None],
+        shown: Callable[[str], None] = lambda link: None,
+        done: Callable[[DemoResult], None] = lambda result: None,
+    ) -> DemoResult:
         """Runs it; `follow` shows the job until it ends, `say` takes sentences on what is being done.
 
-        All processes have ended when this returns or raises.
+        `shown` takes the address that opens the page, where there is one; `done` is called at the end, while
+        the coordinator still runs. All processes have ended when this returns or raises.
         """
         _clear(self.folder)
         with Children(self.folder / "logs") as children:
@@ -73,25 +85,42 @@ class Demo:
             say(f"Waiting for the agents to connect to {self._address}")
             with self._operator() as operator:
                 await_agents(operator, children, len(self._silos))
+                if self._page is not None:
+                    shown(f"http://{self._page}/sign-in#{self._token()}")
                 detail = self._train(operator, children, prepared, follow)
                 model = self.folder / "model.safetensors"
                 operator.get_artifact(detail.job.model.digest, detail.job.model.size, model)
-        say("Training centrally on all silos' data, to compare")
-        history = [json.loads(record) for record in detail.history]
-        (self.folder / "history.json").write_text(json.dumps(history, indent=1))
-        centralised = self._centralised(prepared)
-        accuracies = [_accuracy(record) for record in history]
-        curve = _plot(self.folder / "learning_curve.png", accuracies, centralised)
-        task = self.example / "digits.py"
-        return DemoResult(accuracies[-1], centralised, model, curve, task, history)
+            say("Training centrally on all silos' data, to compare")
+            history = [json.loads(record) for record in detail.history]
+            (self.folder / "history.json").write_text(json.dumps(history, indent=1))
+            centralised = self._centralised(prepared)
+            accuracies = [_accuracy(record) for record in history]
+            curve = _plot(self.folder / "learning_curve.png", accuracies, centralised)
+            task = self.example / "digits.py"
+            result = DemoResult(accuracies[-1], centralised, model, curve, task, history)
+            done(result)
+        return result
+
+    def _token(self) -> str:
+        """A viewer's token for the page."""
+        from roundtable.administration import Administrator
+
+        with Administrator(self._address, self.folder / "admin") as admin:
+            return str(admin.create_token("demo", "viewer", _TOKEN_SECONDS).token)
 
     def _start_coordinator(self, children: Children) -> None:
         authority = self.folder / "ca"
         create_ca(authority, "Roundtable demo CA")
         issue(authority, "coordinator", "coordinator", self.folder / "coordinator", [HOST, "localhost"])
         issue(authority, "demo", "operator", self.folder / "operator")
+        issue(authority, "demo-admin", "admin", self.folder / "admin")
         self._address = f"{HOST}:{free_port()}"
         options = ["--listen", self._address, "--state", str(self.folder / "coordinator" / "state")]
+        if self._page is not None:
+            # Without HTTPS, on this machine itself: no browser knows the demonstration's own authority.
+            file = self.folder / "coordinator.toml"
+            file.write_text(f'[dashboard]\nlisten = "{self._page}"\ntls = false\n', encoding="utf-8")
+            options = [str(file), *options]
         children.start("coordinator", ["server", *options, "--credentials", str(self.folder / "coordinator")])
 
     def _start_agents(self, children: Children) -> None:

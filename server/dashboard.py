@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from roundtable.server.auth.access import Access
-from roundtable.server.auth.page_sessions import PageSessions
-from roundtable.server.services.local_calls import LocalCalls
+from google.protobuf.message import Message
+
+from roundtable.server.auth.page_sessions import PageSession
+from roundtable.server.auth.principals import Principal
+
+
+class PageCalls(Protocol):
+    """The operators' calls, each as somebody who has signed in: `LocalCalls`, or what stands for them."""
+
+    async def call(self, who: Principal, address: str, name: str, request: Message) -> Any:
+        """The answer to a call with one. RoundtableError where it is refused."""
+        ...
+
+    def stream(self, who: Principal, address: str, name: str, request: Message) -> AsyncIterator[Message]:
+        """What a call answers that answers with a stream. RoundtableError as for `call`."""
+        ...
+
+
+class PageSignIns(Protocol):
+    """Who has signed in: `PageSessions`, or what stands for them."""
+
+    async def begin(self, who: Principal, credential: str) -> str:
+        """Signs somebody in; the secret for the browser."""
+        ...
+
+    async def find(self, secret: str) -> PageSession | None:
+        """Whose session it is; None where there is none."""
+        ...
+
+    async def end(self, secret: str) -> None:
+        """Signs out."""
+        ...
+
+
+class PageBearers(Protocol):
+    """Who may sign in: `Access`, or what stands for it."""
+
+    async def of_bearer(self, bearer: str, address: str) -> Principal:
+        """The holder of a token. Refusal for one that does not hold."""
+        ...
 
 
 @dataclass(frozen=True)
 class BehindThePage:
-    """What a page gets of an active coordinator: the operators' calls, who has signed in, who may."""
+    """What a page shows and who may see it: an active coordinator's, or a run's on this machine."""
 
-    calls: LocalCalls
-    sessions: PageSessions
-    access: Access
+    calls: PageCalls
+    sessions: PageSignIns
+    access: PageBearers
 
 
 class Dashboard(Protocol):

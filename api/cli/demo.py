@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +32,15 @@ if TYPE_CHECKING:
 @click.option(
     "--rounds", type=click.IntRange(1), help="Rounds to run; default: as in the example's job file."
 )
+@click.option(
+    "--page",
+    metavar="HOST:PORT",
+    is_flag=False,
+    flag_value="127.0.0.1:7445",
+    help="Show it in a browser on this machine, until Ctrl-C.  [default: 127.0.0.1:7445]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result, and only that, as JSON.")
-def demo(folder: Path, rounds: int | None, as_json: bool) -> None:
+def demo(folder: Path, rounds: int | None, page: str | None, as_json: bool) -> None:
     """Train a model with a coordinator and three agents.
 
     They are separate processes that speak over mutual TLS. The silos hold non-IID shards of real handwritten
@@ -48,12 +57,24 @@ def demo(folder: Path, rounds: int | None, as_json: bool) -> None:
     began = time.monotonic()
     with interruptible(f"All processes are stopped; what was written is in {folder}."):
         overrides = {} if rounds is None else {"rounds": rounds}
-        result = Demo(folder, overrides).run(show, lambda sentence: say(f"{sentence} ...", err=as_json))
-    seconds = time.monotonic() - began
-    if as_json:
-        print_json(_values(result, seconds))
-    else:
-        _report(result, folder, seconds)
+
+        def done(result: DemoResult) -> None:
+            seconds = time.monotonic() - began
+            if as_json:
+                print_json(_values(result, seconds))
+            else:
+                _report(result, folder, seconds)
+            if page is not None:
+                say("The page stays until Ctrl-C.", err=True)
+                with suppress(KeyboardInterrupt):
+                    threading.Event().wait()
+
+        Demo(folder, overrides, page).run(
+            show,
+            lambda sentence: say(f"{sentence} ...", err=as_json),
+            lambda link: say(f"In a browser: {link}", err=as_json),
+            done,
+        )
 
 
 def _interrupt(number: int, frame: Any) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +18,7 @@ from roundtable.cli.shared.output import console, duration, interruptible, print
 from roundtable.cli.shared.rounds import round_line
 
 if TYPE_CHECKING:
+    from roundtable.run_page import RunPage
     from roundtable.simulation import Progress, Result
 
 
@@ -30,6 +34,13 @@ if TYPE_CHECKING:
 @click.option(
     "--cross-site", is_flag=True, help="At the end, measure the model and each client's own at all clients."
 )
+@click.option(
+    "--page",
+    metavar="HOST:PORT",
+    is_flag=False,
+    flag_value="127.0.0.1:7445",
+    help="Show the run in a browser on this machine, until Ctrl-C.  [default: 127.0.0.1:7445]",
+)
 @json_option
 def simulate(
     file: Path,
@@ -37,6 +48,7 @@ def simulate(
     run_dir: Path | None,
     resume: bool,
     cross_site: bool,
+    page: str | None,
     as_json: bool,
 ) -> int:
     """Run a job over simulated clients, on this machine.
@@ -54,23 +66,73 @@ def simulate(
         else "Nothing is kept; with --run-dir FOLDER a run can go on from its last round."
     )
     display = _display(as_json)
-    with interruptible(hint):
+    with interruptible(hint), _shown(page, file, overrides, run_dir if resume else None, as_json) as shown:
+
+        def told(progress: Progress) -> None:
+            display.report(progress)
+            shown.report(progress)
+
         try:
             result = run(
                 file,
                 overrides=overrides,
                 run_dir=run_dir,
                 resume=resume,
-                progress=display.report,
+                progress=told,
                 cross_site=cross_site,
             )
         finally:
             display.close()
-    if as_json:
-        print_json(_values(result))
-    else:
-        _report(result)
+        shown.ended(result.status, result.reason)
+        if as_json:
+            print_json(_values(result))
+        else:
+            _report(result)
+        shown.wait()
     return 0 if result.status == "finished" else 1
+
+
+class _Shown:
+    """Without --page nothing is shown, and no web server is imported."""
+
+    def __init__(self, page: RunPage | None = None, link: str = "") -> None:
+        self._page = page
+        self._link = link
+
+    def report(self, progress: Progress) -> None:
+        """Tells the page what has happened."""
+        if self._page is not None:
+            self._page.report(progress)
+
+    def ended(self, status: str, reason: str) -> None:
+        """Tells the page that the run is over."""
+        if self._page is not None:
+            self._page.ended(status, reason)
+
+    def wait(self) -> None:
+        """The page stays until Ctrl-C, which is how such a run ends."""
+        if self._page is None:
+            return
+        say(f"The page stays until Ctrl-C: {self._link}", err=True)
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+
+
+@contextmanager
+def _shown(
+    listen: str | None, file: Path, overrides: dict[str, Any], resumed: Path | None, as_json: bool
+) -> Iterator[_Shown]:
+    if listen is None:
+        yield _Shown()
+        return
+    from roundtable.core.config import load_job
+    from roundtable.run_page import RunPage, run_page
+    from roundtable.simulation.reporting.run_directory import committed_rounds
+
+    page = RunPage(load_job(file, overrides), committed_rounds(resumed) if resumed else ())
+    with run_page(page, listen) as link:
+        say(f"The run in a browser: {link}", err=as_json)
+        yield _Shown(page, link)
 
 
 class _Display(Protocol):

@@ -19,7 +19,7 @@ from roundtable.page.board import Board, BoardReader
 from roundtable.page.values import values_of
 from roundtable.proto import operator_pb2
 from roundtable.server.auth.principals import Principal
-from roundtable.server.services.local_calls import LocalCalls
+from roundtable.server.dashboard import PageCalls
 
 log = logging.getLogger("roundtable.page.live")
 
@@ -48,7 +48,7 @@ def topics_of(text: str) -> tuple[str, ...]:
 class LiveTopics:
     """All boards with somebody before them, and who follows what they show."""
 
-    def __init__(self, calls: LocalCalls) -> None:
+    def __init__(self, calls: PageCalls) -> None:
         self._calls = calls
         self._boards: dict[tuple[str, str], Board] = {}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -100,7 +100,7 @@ class LiveTopics:
 
 
 class _Follower:
-    def __init__(self, calls: LocalCalls, who: Principal, address: str, board: Board) -> None:
+    def __init__(self, calls: PageCalls, who: Principal, address: str, board: Board) -> None:
         self._calls = calls
         self._who = who
         self._address = address

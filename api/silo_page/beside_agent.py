@@ -1,14 +1,11 @@
-"""The silo's page beside an agent: a web server in a thread and an event loop of its own."""
+"""The silo's page beside an agent, and the token that opens it."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from roundtable.core.errors import ConfigError, ResourceError
 from roundtable.silo_page.shown_state import ShownState
 from roundtable.silo_page.silo_addresses import SiloApplication
 from roundtable.web.guard import LOCAL
-from roundtable.web.web_server import WebServer
+from roundtable.web.web_server import served_beside
 
 log = logging.getLogger("roundtable.silo_page")
 
@@ -62,36 +59,7 @@ def silo_page(load: Callable[[], AgentConfig], listen: str) -> Iterator[int]:
             f"the silo's page listens on this machine itself alone, not {listen!r}: give {ADDRESS}, and from "
             f"another machine use a tunnel: ssh -L 7446:{ADDRESS} THIS-MACHINE"
         )
-    config = load()
-    application = SiloApplication(ShownState(load), page_token(config.state))
-    begun: Future[int] = Future()
-    loop, over = asyncio.new_event_loop(), asyncio.Event()
-
-    async def serve() -> None:
-        server = WebServer(application.app, LOCAL)
-        await server.open(listen, "page")
-        begun.set_result(server.port)
-        await over.wait()
-        await server.close()
-
-    def run() -> None:
-        try:
-            loop.run_until_complete(serve())
-        except BaseException as error:
-            if begun.done():
-                log.exception("the silo's page has ended; the agent goes on")
-            else:
-                begun.set_exception(error)
-        finally:
-            loop.close()
-
-    thread = threading.Thread(target=run, name="silo-page", daemon=True)
-    thread.start()
-    try:
-        port = begun.result()
+    application = SiloApplication(ShownState(load), page_token(load().state))
+    with served_beside(application.app, LOCAL, listen, "page") as port:
         log.info("the silo's page is at http://%s:%d", listen.rpartition(":")[0], port)
         yield port
-    finally:
-        if thread.is_alive():
-            loop.call_soon_threadsafe(over.set)
-        thread.join()

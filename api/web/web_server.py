@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -13,6 +16,8 @@ from typing_extensions import override
 
 from roundtable.core.errors import ResourceError
 from roundtable.web.guard import Guard
+
+log = logging.getLogger("roundtable.web")
 
 STOP_SECONDS = 1
 KEPT_SECONDS = 30
@@ -56,6 +61,51 @@ class WebServer:
             await self._task
             await self._server.shutdown()
             self._task = None
+
+
+@contextmanager
+def served_beside(
+    app: ASGIApp,
+    hosts: Collection[str],
+    listen: str,
+    setting: str,
+    at_end: Callable[[], Awaitable[None]] | None = None,
+) -> Iterator[int]:
+    """Serves over HTTP in a thread with an event loop of its own, meanwhile; gives the port.
+
+    `at_end` ends streams that are open, in that loop. Raises ResourceError as `WebServer.open`.
+    """
+    begun: Future[int] = Future()
+    loop, over = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        server = WebServer(app, hosts)
+        await server.open(listen, setting)
+        begun.set_result(server.port)
+        await over.wait()
+        if at_end is not None:
+            await at_end()
+        await server.close()
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(serve())
+        except BaseException as error:
+            if begun.done():
+                log.exception("the page has ended; what it showed goes on")
+            else:
+                begun.set_exception(error)
+        finally:
+            loop.close()
+
+    thread = threading.Thread(target=run, name="page", daemon=True)
+    thread.start()
+    try:
+        yield begun.result()
+    finally:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(over.set)
+        thread.join()
 
 
 class _Uvicorn(uvicorn.Server):

@@ -203,6 +203,19 @@ class RunDirectory:
                 (self._state / f"local-{index}-{at}.safetensors").unlink()
 
 
+def committed_rounds(folder: Path) -> list[RoundRecord]:
+    """The rounds that a run's folder holds, for whoever shows them; none where nothing is committed yet.
+
+    Whether the run can be resumed, `RunDirectory.last` finds out.
+    """
+    try:
+        number = json.loads((folder / "state" / "checkpoint.json").read_text(encoding="utf-8"))["round"]
+        lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()[:number]
+        return [record_from_plain(json.loads(line)["record"]) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
 def _check_same_job(file: Path, job: JobConfig) -> None:
     """Raises ConfigError naming what differs between the job that a run was begun with and this one."""
     before, now = json.loads(file.read_text(encoding="utf-8")), json.loads(job.to_json())

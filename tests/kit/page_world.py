@@ -45,6 +45,7 @@ class Browser:
     cookie: str = ""
     forgery_token: str = ""
     host: str = "localhost"
+    secure: bool = True
     seen: list[Answer] = field(default_factory=list)
 
     async def ask(
@@ -54,7 +55,11 @@ class Browser:
 
         def run() -> Answer:
             context = ssl._create_unverified_context()
-            link = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=20, context=context)
+            link = (
+                http.client.HTTPSConnection("127.0.0.1", self.port, timeout=20, context=context)
+                if self.secure
+                else http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+            )
             sent = {"Host": f"{self.host}:{self.port}"}
             if self.cookie:
                 sent["Cookie"] = self.cookie
