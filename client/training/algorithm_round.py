@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.training.local_work import LocalWork
-from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Sent
+from roundtable.core.algorithms.contract import SECOND, ClientAlgorithm, ClientRound, Sent
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import InvalidUpdate, TaskError
 from roundtable.core.layout import Layout
@@ -37,6 +37,7 @@ class AlgorithmRound:
         self._layout = work.layout
         self.round = begun(work, context, trained, measure)
         self.constant = self._begin()
+        self.second = self.algorithm.second(self.round)
 
     def _begin(self) -> Tensor | None:
         constant = self.algorithm.begin(self.round)
@@ -51,9 +52,29 @@ class AlgorithmRound:
 
     def constants(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Tensor] | None:
         """The constant by parameter, as each lies."""
-        if self.constant is None:
+        return self._by_parameter(self.constant, module, parameters)
+
+    def second_constants(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Tensor] | None:
+        """The same of the second model."""
+        constant = self.second.constant if self.second is not None else None
+        return self._by_parameter(constant, module, parameters)
+
+    def ends_second(self, values: Tensor) -> None:
+        """What the second model [d] ended with, for `end`. Raises InvalidUpdate where it is not finite."""
+        if not values.isfinite().all():
+            name = self.algorithm.table.name
+            raise InvalidUpdate(
+                "non_finite",
+                f"a client's own model of algorithm {name!r} is not finite any more; lower its learning rate",
+            )
+        self.round.scratch[SECOND] = values
+
+    def _by_parameter(
+        self, vector: Tensor | None, module: nn.Module, parameters: Sequence[nn.Parameter]
+    ) -> list[Tensor] | None:
+        if vector is None:
             return None
-        views = self._layout.model.unflatten(self.constant)
+        views = self._layout.model.unflatten(vector)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         return [views[names[id(p)]].to(p.device, p.dtype) for p in parameters]
 

@@ -8,7 +8,7 @@ after the other and any order of clients gives the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from roundtable.client.training.algorithm_round import AlgorithmRound, trained_slices
 from roundtable.client.training.arrays import arrays_of, fit_result, state_of
-from roundtable.client.training.batches import asking, ordered_batches
+from roundtable.client.training.batches import Batch, asking, ordered_batches
 from roundtable.client.training.corrections import make_correction
 from roundtable.client.training.local_work import BeforeBatch, Execution, LocalUpdate, LocalWork
 from roundtable.client.training.micro_batches import CannotSplit
@@ -27,7 +27,8 @@ from roundtable.client.training.optimizer_state import restore_state, state_tens
 from roundtable.client.training.private_training import add_own_noise, fit_privately, only_parameters
 from roundtable.client.training.silo_account import Protection
 from roundtable.client.training.stream_batches import RoundBatches
-from roundtable.client.training.training_loop import TrainingLoop, watched
+from roundtable.client.training.training_loop import TrainingLoop, train_second, watched
+from roundtable.core.algorithms.passes import copy_with
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, PrivacyError, TaskError
@@ -114,6 +115,8 @@ def _train_module(
         keep = job.algorithm.optimizer_state == "keep"
         if keep:
             restore_state(loop.optimizer, module, work.local or {})
+        own = None if rules.second is None else copy_with(module, layout, rules.second.start)
+        seen: list[Batch] = []
         module.train()
         if execution.protection is not None and by_example:
             loop.steps = fit_privately(
@@ -130,10 +133,15 @@ def _train_module(
         else:
             # A loss on its way is as exact as one that arrives.
             progress = execution.progress if isinstance(job.privacy, NoPrivacy) else None
-            loop.fit(asking(batches, execution.before_batch), correct, watched(progress, work, data))
+            asked = asking(batches, execution.before_batch)
+            taken = asked if own is None else _remembered(asked, seen)
+            loop.fit(taken, correct, watched(progress, work, data))
         row = torch.empty(work.layout.sent.size) if execution.out is None else execution.out
         delta = row[: layout.size]
         layout.flatten(module, delta).sub_(start)
+        if own is not None:
+            train_second(task, own, rules, seen, loop.steps, execution)
+            rules.ends_second(layout.flatten(own).cpu())
         if by_example:
             only_parameters(delta, module, layout)
         mine = outside(module, layout, "local")
@@ -144,6 +152,12 @@ def _train_module(
     if by_example:
         return LocalUpdate(row, 1, loop.steps, math.nan, {}, mine)
     return LocalUpdate(row, loop.examples(data), loop.steps, loop.loss, loop.metrics(), mine)
+
+
+def _remembered(batches: Iterable[Batch], seen: list[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        seen.append(batch)
+        yield batch
 
 
 def _measure(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from roundtable.client.training.algorithm_round import AlgorithmRound
-from roundtable.client.training.batches import Batch, count_examples
-from roundtable.client.training.corrections import Correction
+from roundtable.client.training.batches import Batch, asking, count_examples
+from roundtable.client.training.corrections import Correction, make_correction
 from roundtable.client.training.local_work import Execution, LocalWork, Progress, examples_to_see
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.micro_batches import backward_in_parts, check_splittable
@@ -112,6 +113,34 @@ class TrainingLoop:
             loss = compute()
         algorithm.after_gradient(work)
         return loss.detach()
+
+
+def train_second(
+    task: Task,
+    module: nn.Module,
+    rules: AlgorithmRound,
+    batches: Sequence[Batch],
+    steps: int,
+    execution: Execution,
+) -> None:
+    """Trains a client's second model, of which `module` holds the start, on the round's batches in a circle;
+    `steps` are those of the round."""
+    second, parts = rules.second, execution.micro_batch
+    assert second is not None
+    parameters = [parameter for parameter in module.train().parameters() if parameter.requires_grad]
+    optimizer = SGD(parameters, second.rate, second.step.momentum, second.step.weight_decay)
+    correct = make_correction(second.step, parameters, rules.second_constants(module, parameters))
+    for batch in asking(islice(cycle(batches), second.steps or steps), execution.before_batch):
+        optimizer.zero_grad()
+        if parts is None:
+            task.loss(module, batch.data).backward()  # type: ignore[no-untyped-call]
+        else:
+            backward_in_parts(task, module, batch, parts)
+        if correct is not None:
+            correct()
+        if second.step.max_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, second.step.max_norm)
+        optimizer.step()
 
 
 Watch = Callable[[int, float], None]

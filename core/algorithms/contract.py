@@ -140,6 +140,25 @@ class Sent:
     kept: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+SECOND = "second"
+
+
+@dataclass(frozen=True)
+class SecondModel:
+    """A client's second model: trained from `start` [d] when the round's is done, on the round's batches from
+    the first, in a circle, by steps as `step` says at learning rate `rate`.
+
+    `constant` [d] is what each step adds where `step` is corrected; its pull is towards `start`. steps: as
+    many as the round's where None. What it ends with is `round.scratch[SECOND]` [d] in `end`.
+    """
+
+    start: Tensor
+    step: LocalStep
+    rate: float
+    constant: Tensor | None = None
+    steps: int | None = None
+
+
 @dataclass(frozen=True)
 class GradientWork:
     """A step as the hooks around its gradient see it; `number` from 1.
@@ -182,6 +201,10 @@ class ClientAlgorithm:
 
     def begin(self, round: ClientRound) -> Tensor | None:
         """The round's constant k [d], for a step that is `corrected`."""
+        return None
+
+    def second(self, round: ClientRound) -> SecondModel | None:
+        """A model of the client's own beside the round's; after `begin`."""
         return None
 
     def before_gradient(self, work: GradientWork) -> Tensor | None:

@@ -19,6 +19,7 @@ from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.worker_order import Order
 from roundtable.core import ArrayTask, Layout, Site, Task, load_task, parse_job, save_model
+from roundtable.core.algorithms.personal.ditto import DittoTable
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import BudgetExceeded, PrivacyError
 from roundtable.core.initial_model import initial_model
@@ -220,7 +221,7 @@ def test_the_way_to_gradients_is_found_once_in_a_job(tmp_path: Path, monkeypatch
     assert len(account(tmp_path / "privacy", "example").entries) == 2
 
 
-@pytest.mark.parametrize("work", ["none", "example", "evaluate"])
+@pytest.mark.parametrize("work", ["none", "example", "evaluate", "ditto"])
 def test_work_is_asked_before_each_batch_whether_it_goes_on(tmp_path: Path, work: str) -> None:
     """A stopped private step stays charged: else it could be timed for nothing, again and again."""
     (tmp_path / "points.py").write_text(POINTS)
@@ -228,6 +229,11 @@ def test_work_is_asked_before_each_batch_whether_it_goes_on(tmp_path: Path, work
     if work != "example":
         evaluation = job.evaluation.model_copy(update={"batch_size": 8})
         job = job.model_copy(update={"privacy": NoPrivacy(), "evaluation": evaluation})
+    if work == "ditto":
+        own = DittoTable(
+            name="ditto", pull=0.1, **job.algorithm.model_dump(include={"batch_size", "epochs", "steps"})
+        )
+        job = job.model_copy(update={"algorithm": own})
     model = initial_model(job, load_task("points.py", tmp_path))
     save_model(tmp_path / "model", model)
     shop = Executor(Settings("alder", str(tmp_path), str(tmp_path / "jobs"), "cpu", 1, {}))
@@ -250,7 +256,7 @@ def test_work_is_asked_before_each_batch_whether_it_goes_on(tmp_path: Path, work
             else:
                 shop.train(order, lambda done, total, loss: None, before)
         assert (tmp_path / "update").exists() == (not stopping and work != "evaluate")
-        assert len(asked) == (2 if stopping else 5 if work == "evaluate" else 3)
+        assert len(asked) == (2 if stopping else {"evaluate": 5, "ditto": 6}.get(work, 3))
         if work == "example":
             assert len(account(tmp_path / "privacy", "example").entries) == (1 if stopping else 2)
 

@@ -16,6 +16,8 @@ from roundtable.simulation import Result, simulate
 
 ALGORITHMS = sorted(table.ROWS)
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+RECORDED = ["fedprox", "scaffold", "fednova", "feddyn", "ditto"]
+"""Those whose steps the recorded backend takes itself, where nothing else keeps it from them."""
 STATEFUL = ["ditto", "fedrep", "feddyn"]
 """One of each way in which something stays at a client."""
 
@@ -43,6 +45,23 @@ def test_fast_backends_give_the_same(name: str) -> None:
         torch.testing.assert_close(found.model.vector, reference.model.vector, rtol=2e-4, atol=2e-6)
         alone = " because " in found.backend or "one client after the other" in found.backend
         assert alone or not table.refusal(name, table.HOOKED)
+        if name in RECORDED and backend == "vectorised":
+            assert not alone
+
+
+@pytest.mark.parametrize("steps", [{}, {"personal_steps": 2}, {"personal_steps": 25}])
+@pytest.mark.parametrize("step", [{}, {"momentum": 0.9, "weight_decay": 0.01, "max_gradient_norm": 0.5}])
+def test_a_second_model_takes_the_same_steps_however_it_is_trained(
+    steps: dict[str, int], step: dict[str, float]
+) -> None:
+    """Twice around the round's batches, in part of them, and as many as those; at another learning rate."""
+    own = {**table.document_of("ditto")["algorithm"], **steps, **step, "batch_size": 8, "learning_rate": 0.05}
+    changes = {"algorithm": {**own, "personal_learning_rate": 0.02}, "evaluation": {"every": 1}, "rounds": 3}
+    one, other = (run("ditto", backend=backend, **changes) for backend in ("sequential", "vectorised"))
+    assert "because" not in other.backend
+    torch.testing.assert_close(other.model.vector, one.model.vector, rtol=2e-4, atol=2e-6)
+    # What is evaluated are the clients' own models.
+    assert other.history["loss"] == pytest.approx(one.history["loss"], rel=2e-4)
 
 
 @pytest.mark.parametrize("name", STATEFUL)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
 from roundtable.core.algorithms.contract import (
+    SECOND,
     ClientAlgorithm,
     ClientRound,
     Composition,
-    GradientWork,
+    SecondModel,
     Sent,
 )
 from roundtable.core.algorithms.fedavg import WHOLE_UPDATE_LEVELS
-from roundtable.core.algorithms.passes import copy_with, put, trainable
-from roundtable.core.algorithms.personal.second_model import HeldSteps
+from roundtable.core.algorithms.passes import put
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.toml_tables import Finite
 
@@ -45,29 +45,19 @@ class Ditto(ClientAlgorithm):
     composition = Composition(levels=WHOLE_UPDATE_LEVELS)
 
     @override
-    def after_gradient(self, work: GradientWork) -> None:
-        seen: list[Any] = work.round.scratch.setdefault("batches", [])
-        seen.append(work.batch)
-        if "own" not in work.round.scratch:
-            start = work.round.kept.get(_OWN, work.round.vector)
-            own = copy_with(work.module, work.round.layout, start)
-            work.round.scratch.update(own=own, task=work.task)
+    def second(self, round: ClientRound) -> SecondModel:
+        """From v_i, with λ (v − x) as a pull λ (v − v_i) towards its start and the constant λ (v_i − x)."""
+        table = self.table
+        assert isinstance(table, DittoTable)
+        start = round.kept.get(_OWN, round.vector)
+        rate = round.rate / table.learning_rate * (table.personal_learning_rate or table.learning_rate)
+        step = replace(round.step, pull=table.pull, corrected=True)
+        constant = round.on_trained(start - round.vector).mul_(table.pull)
+        return SecondModel(start, step, rate, constant, table.personal_steps)
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
-        assert isinstance(self.table, DittoTable)
-        own: nn.Module = round.scratch.pop("own")
-        task, batches = round.scratch.pop("task"), round.scratch.pop("batches")
-        rate = (
-            round.rate
-            / self.table.learning_rate
-            * (self.table.personal_learning_rate or self.table.learning_rate)
-        )
-        anchor = copy_with(own, round.layout, round.vector)
-        held = HeldSteps(trainable(own), trainable(anchor), self.table.pull, rate, round.step)
-        for number in range(self.table.personal_steps or steps):
-            held.take(task.loss(own, batches[number % len(batches)]))
-        return Sent(update, {}, {_OWN: round.layout.flatten(own)})
+        return Sent(update, {}, {_OWN: round.scratch.pop(SECOND)})
 
     @override
     def before_evaluation(self, round: ClientRound, module: nn.Module) -> None:

@@ -21,6 +21,7 @@ from roundtable.client.training.algorithm_round import AlgorithmRound, trained_s
 from roundtable.client.training.batches import as_tensors, epoch_orders, ordering_of
 from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.module_state import isolated_randomness
+from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import InvalidUpdate, RoundtableError
@@ -55,6 +56,13 @@ class _Client:
     row: Tensor
 
 
+def why_not_stacked(world: World) -> str | None:
+    """Why a job's clients cannot be stacked, as far as can be told without running one."""
+    if type(world.algorithm).second is not ClientAlgorithm.second:
+        return f"algorithm {world.job.algorithm.name!r} trains a second model at each client"
+    return why_not(world)
+
+
 class Stacked:
     """The backend `stacked` in one process, on one device.
 
@@ -79,7 +87,7 @@ class Stacked:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.clients = clients or Clients(world)
         self.fallback = Vectorised(world, self.clients, str(self.device))
-        self.refused = why_not(world)
+        self.refused = why_not_stacked(world)
         self.sums_updates = can_sum(world)
         transfer = world.job.transfer
         self._dense = None if transfer.automatic else get_encoding(transfer.up, world.folder).dense_dtype

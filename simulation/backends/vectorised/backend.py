@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from roundtable.client.training.algorithm_round import AlgorithmRound, trained_slices
 from roundtable.client.training.batches import (
+    Batch,
     as_tensors,
     count_examples,
     epoch_orders,
@@ -29,7 +30,7 @@ from roundtable.client.training.batches import (
 from roundtable.client.training.local_work import LocalWork
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.stream_batches import RoundBatches
-from roundtable.core.algorithms.step import LocalStep
+from roundtable.core.algorithms.contract import SecondModel
 from roundtable.core.errors import InvalidUpdate, RoundtableError
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
@@ -37,7 +38,7 @@ from roundtable.core.task import ArrayTask, Task, initial_state, told
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
 from roundtable.simulation.backends.sequential import Sequential, answer_of
 from roundtable.simulation.backends.vectorised.library import load
-from roundtable.simulation.backends.vectorised.recorded_steps import Steps
+from roundtable.simulation.backends.vectorised.recorded_steps import Steps, gathered
 from roundtable.simulation.backends.vectorised.recording import Unrecordable
 from roundtable.simulation.world.simulated_clients import Clients
 
@@ -79,6 +80,9 @@ def why_not(world: World) -> str | None:
         if spec.dtype != "float32":
             return f"tensor {spec.name!r} is {spec.dtype}, not float32"
     return None
+
+
+_Ended = Callable[[Callable[[SecondModel], object]], None]
 
 
 class Vectorised:
@@ -159,12 +163,20 @@ class Vectorised:
         rules = AlgorithmRound(work, work.context(data, self.device), self._trained)
         step = rules.step
         steps.begin(vector[:size], step, rules.constant)
-        gathered = self._gathered(steps, data, step, rate, work)
         batches = RoundBatches(data, work, self.device)
-        losses, sizes = gathered or self._replayed(steps, batches, step, rate, round, item.client)
+
+        def ended(again: Callable[[SecondModel], object]) -> None:
+            """After the round's steps; `again` takes those of a second model."""
+            if not steps.change(vector[:size], row[:size]):
+                raise weights_not_finite()
+            if (second := rules.second) is not None:
+                steps.begin(second.start, second.step, second.constant)
+                again(second)
+                rules.ends_second(steps.weights.to("cpu", copy=True))
+
+        found = self._gathered(steps, data, rules, rate, work, ended)
+        losses, sizes = found or self._replayed(steps, batches, rules, rate, work, ended)
         loss_sum = _checked_sum(losses, sizes, f"round {round}")
-        if not steps.change(vector[:size], row[:size]):
-            raise weights_not_finite()
         kept = rules.end(row, len(sizes)) | batches.kept()
         seen = sum(sizes)
         examples = count_examples(data)
@@ -172,10 +184,10 @@ class Vectorised:
         return Trained(item.client, examples or seen, len(sizes), loss_sum / seen, metrics, kept)
 
     def _gathered(
-        self, steps: Steps, data: Any, step: LocalStep, rate: float, work: LocalWork
+        self, steps: Steps, data: Any, rules: AlgorithmRound, rate: float, work: LocalWork, ended: _Ended
     ) -> tuple[Tensor, list[int]] | None:
         """Training where the kernels can fetch the examples of each batch themselves; else None."""
-        job, examples = work.job, as_tensors(data)
+        job, examples, step = work.job, as_tensors(data), rules.step
         if not examples or not len(examples[0]):
             return None
         size = job.algorithm.batch_size
@@ -183,20 +195,50 @@ class Vectorised:
         first = next(orders)
         if not steps.takes_rows(examples, first[:size], step):
             return None
-        return steps.take_rows(examples, chain([first], orders), size, step, rate)
+        taken = list(chain([first], orders))
+        found = steps.take_rows(examples, taken, size, step, rate)
+
+        def again(second: SecondModel) -> None:
+            if second.steps in (None, len(found[1])):
+                steps.take_rows(examples, taken, size, second.step, second.rate)
+                return
+            rows = [some for order in taken for some in torch.split(order, size)]
+            for some in islice(cycle(rows), second.steps):
+                steps.take(gathered(examples, some), second.step, second.rate)
+
+        ended(again)
+        return found
 
     def _replayed(
-        self, steps: Steps, batches: RoundBatches, step: LocalStep, rate: float, round: int, client: str
+        self,
+        steps: Steps,
+        batches: RoundBatches,
+        rules: AlgorithmRound,
+        rate: float,
+        work: LocalWork,
+        ended: _Ended,
     ) -> tuple[Tensor, list[int]]:
         """Chance is seeded as `client.training` seeds it, from the first step on, where there is any."""
-        job = self.world.job
-        left = iter(batches)
+        left, seen = iter(batches), list[Batch]()
         first = next(left)
-        steps.prepare(first.data, step)
-        seed = derive_seed(job.seed, round, client, "training")
+        steps.prepare(first.data, rules.step)
+        seed = derive_seed(work.job.seed, work.round, work.client, "training")
         chance = isolated_randomness(seed, self.device) if steps.random else nullcontext()
+
+        def noted(batch: Batch) -> Batch:
+            if rules.second is not None:
+                seen.append(batch)
+            return batch
+
         with chance:
-            return steps.take_all(chain([first], left), step, rate)
+            found = steps.take_all(map(noted, chain([first], left)), rules.step, rate)
+
+            def again(second: SecondModel) -> None:
+                count = second.steps or len(found[1])
+                steps.take_all(islice(cycle(seen), count), second.step, second.rate)
+
+            ended(again)
+        return found
 
     def _first_examples(self) -> Sequence[Tensor] | None:
         """Those of the population's first client, whoever trains here; None where they are no tensors."""
