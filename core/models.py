@@ -102,6 +102,23 @@ def tensor_blocks(tensor: Tensor) -> Iterator[memoryview]:
         yield flat.view(torch.uint8).numpy().data
 
 
+def tensors_file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file of tensors by name, in blocks; nothing is copied but the header."""
+    # Largest items first, so that each starts aligned to its own size.
+    ordered = sorted(tensors.items(), key=lambda each: (-each[1].element_size(), each[0]))
+    names = {DTYPES[name]: written for name, written in SAFETENSORS.items()}
+    places, at = {}, 0
+    for name, tensor in ordered:
+        end = at + tensor.numel() * tensor.element_size()
+        places[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    header = json.dumps(places).encode()
+    header += b" " * (-len(header) % 8)
+    yield struct.pack("<Q", len(header)) + header
+    for _, tensor in ordered:
+        yield from tensor_blocks(tensor)
+
+
 def model_head(model: Model) -> bytes:
     """What stands before the vector in the artifact: the header's length, and the header."""
     header = _header(model)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from roundtable.client.durable_files import replace_synced
 from roundtable.core.errors import EncodingError
+from roundtable.core.models import tensors_file
 
 Counted = tuple[int, int]
 """(round, attempt) of the newest training step whose update is in the model."""
@@ -54,8 +55,7 @@ class SiloState:
             return
         path = self.path(job, *step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        replace_synced(path, [safetensors.torch.save(held)])
+        replace_synced(path, tensors_file(tensors))
         self.forget_others(job, step, counted)
 
     def forget_others(self, job: str, step: Counted, counted: Counted | None) -> None:

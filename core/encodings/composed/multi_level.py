@@ -17,6 +17,7 @@ from roundtable.core.encodings.composed.runs import BufferedRun, HeldRun, RunRea
 from roundtable.core.encodings.dense import Dense
 from roundtable.core.encodings.encoding import (
     BLOCK_ELEMENTS,
+    GRID,
     NO_KEY,
     ByteSource,
     Encoding,
@@ -33,6 +34,9 @@ from roundtable.core.tensor_spec import TensorSpec
 from roundtable.core.toml_tables import Table
 
 _DENSE, _SPARSE = 0, 1
+
+
+_AT_A_TIME = 32 * GRID
 
 
 class MultiLevelTable(Table):
@@ -195,5 +199,5 @@ def _finite(values: Tensor) -> bool:
 
 
 def _mean_square(values: Tensor) -> float:
-    total = sum(float(piece.double().square().sum()) for piece in torch.split(values, BLOCK_ELEMENTS))
+    total = sum(float(piece.double().square().sum()) for piece in torch.split(values, _AT_A_TIME))
     return total / len(values) if len(values) else 0.0
