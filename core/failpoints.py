@@ -38,6 +38,8 @@ AGENT_POINTS = {
     "accepted": "an instruction was accepted; nothing is done",
     "model_part": "the first bytes of a model are in its partial file",
     "model_here": "the model is here, whole and verified",
+    "update_encoded": "the update's bytes are written; what the silo remembers of it is not",
+    "memory_kept": "what is remembered is durable too, and does not count; nobody knows of the update",
     "update_written": "the update's bytes are written; without a description they count as unfinished",
     "update_described": "the update is in the spool; its upload has begun at most",
     "upload_part": "the first chunk of the update was handed to the network",

@@ -34,6 +34,7 @@ from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.encodings.feedback import LOST_ESTIMATE, forgotten, without_memory
 from roundtable.core.errors import EncodingError, LayoutError, ResourceError, TaskError
+from roundtable.core.failpoints import failpoint
 from roundtable.core.initial_model import whole_model
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
@@ -141,8 +142,10 @@ class Executor:
             log.warning("%s: what was remembered of earlier updates is lost; it begins anew", order.job)
         # What is remembered is durable before the update can leave: it counts with the update, or not at all.
         written = write_remembering(Path(order.output), update.delta, transfer, sent, key, kept, chain)
+        failpoint("update_encoded", order.round, "train")
         left = {**update.local, **written.memory}
         self._state.save(order.job, (order.round, order.attempt), left, order.counted)
+        failpoint("memory_kept", order.round, "train")
         return TrainedUpdate(written.digest, written.size, update.examples, update.metrics, written.writing)
 
     def _protection(self, order: Order, mode: str) -> Protection:

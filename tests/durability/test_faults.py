@@ -31,6 +31,8 @@ PLACES = {
     "accepted": ("2/train", "2/evaluate"),
     "model_part": ("*/*",),
     "model_here": ("2/train", "2/evaluate"),
+    "update_encoded": ("2/train",),
+    "memory_kept": ("2/train",),
     "update_written": ("2/train",),
     "update_described": ("2/train",),
     "upload_part": ("2/train",),
