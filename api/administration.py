@@ -32,6 +32,11 @@ class Administrator(OperatorClient):
         with self._translated():
             return self._admin.Revoke(request, timeout=_SECONDS)
 
+    def open_page(self) -> pb.OpenPageReply:
+        """A word with which a browser signs in to the page once, as the holder of these credentials."""
+        with self._translated():
+            return self._admin.OpenPage(pb.OpenPageRequest(), timeout=_SECONDS)
+
     def confirm(self, request_id: str) -> pb.RevokeReply:
         """Does what another administrator has asked for."""
         with self._translated():

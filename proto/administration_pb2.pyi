@@ -14,6 +14,46 @@ import typing
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class OpenPageRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___OpenPageRequest = OpenPageRequest
+
+@typing.final
+class OpenPageReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORD_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    PORT_FIELD_NUMBER: builtins.int
+    TLS_FIELD_NUMBER: builtins.int
+    EXPIRES_FIELD_NUMBER: builtins.int
+    word: builtins.str
+    """Of two uses the second is refused."""
+    host: builtins.str
+    """Where the page is; the host is empty where the coordinator's own name will do."""
+    port: builtins.int
+    tls: builtins.bool
+    expires: builtins.float
+    """Unix time at which the word is void."""
+    def __init__(
+        self,
+        *,
+        word: builtins.str = ...,
+        host: builtins.str = ...,
+        port: builtins.int = ...,
+        tls: builtins.bool = ...,
+        expires: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expires", b"expires", "host", b"host", "port", b"port", "tls", b"tls", "word", b"word"]) -> None: ...
+
+global___OpenPageReply = OpenPageReply
+
+@typing.final
 class AuthorityRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

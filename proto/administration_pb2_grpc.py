@@ -155,6 +155,11 @@ class AdministrationStub(object):
                 request_serializer=roundtable_dot_proto_dot_administration__pb2.ReadAuditRequest.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_administration__pb2.AuditLines.FromString,
                 )
+        self.OpenPage = channel.unary_unary(
+                '/roundtable.v1.Administration/OpenPage',
+                request_serializer=roundtable_dot_proto_dot_administration__pb2.OpenPageRequest.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_administration__pb2.OpenPageReply.FromString,
+                )
         self.GetProvenance = channel.unary_unary(
                 '/roundtable.v1.Administration/GetProvenance',
                 request_serializer=roundtable_dot_proto_dot_administration__pb2.ProvenanceRequest.SerializeToString,
@@ -218,6 +223,14 @@ class AdministrationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenPage(self, request, context):
+        """A word with which the caller's browser signs in to the page, once and soon, as the holder of the certificate
+        that the call was made with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetProvenance(self, request, context):
         """The coordinator's signed statement of where a model comes from.
         """
@@ -267,6 +280,11 @@ def add_AdministrationServicer_to_server(servicer, server):
                     servicer.ReadAudit,
                     request_deserializer=roundtable_dot_proto_dot_administration__pb2.ReadAuditRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_administration__pb2.AuditLines.SerializeToString,
+            ),
+            'OpenPage': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenPage,
+                    request_deserializer=roundtable_dot_proto_dot_administration__pb2.OpenPageRequest.FromString,
+                    response_serializer=roundtable_dot_proto_dot_administration__pb2.OpenPageReply.SerializeToString,
             ),
             'GetProvenance': grpc.unary_unary_rpc_method_handler(
                     servicer.GetProvenance,
@@ -417,6 +435,23 @@ class Administration(object):
         return grpc.experimental.unary_stream(request, target, '/roundtable.v1.Administration/ReadAudit',
             roundtable_dot_proto_dot_administration__pb2.ReadAuditRequest.SerializeToString,
             roundtable_dot_proto_dot_administration__pb2.AuditLines.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def OpenPage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Administration/OpenPage',
+            roundtable_dot_proto_dot_administration__pb2.OpenPageRequest.SerializeToString,
+            roundtable_dot_proto_dot_administration__pb2.OpenPageReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -119,6 +119,14 @@ class AdministrationStub:
     ]
     """The audit log as JSON lines, entries and signatures, signed up to its end."""
 
+    OpenPage: grpc.UnaryUnaryMultiCallable[
+        roundtable.proto.administration_pb2.OpenPageRequest,
+        roundtable.proto.administration_pb2.OpenPageReply,
+    ]
+    """A word with which the caller's browser signs in to the page, once and soon, as the holder of the certificate
+    that the call was made with.
+    """
+
     GetProvenance: grpc.UnaryUnaryMultiCallable[
         roundtable.proto.administration_pb2.ProvenanceRequest,
         roundtable.proto.administration_pb2.ProvenanceReply,
@@ -172,6 +180,14 @@ class AdministrationAsyncStub:
         roundtable.proto.administration_pb2.AuditLines,
     ]
     """The audit log as JSON lines, entries and signatures, signed up to its end."""
+
+    OpenPage: grpc.aio.UnaryUnaryMultiCallable[
+        roundtable.proto.administration_pb2.OpenPageRequest,
+        roundtable.proto.administration_pb2.OpenPageReply,
+    ]
+    """A word with which the caller's browser signs in to the page, once and soon, as the holder of the certificate
+    that the call was made with.
+    """
 
     GetProvenance: grpc.aio.UnaryUnaryMultiCallable[
         roundtable.proto.administration_pb2.ProvenanceRequest,
@@ -242,6 +258,16 @@ class AdministrationServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[roundtable.proto.administration_pb2.AuditLines], collections.abc.AsyncIterator[roundtable.proto.administration_pb2.AuditLines]]:
         """The audit log as JSON lines, entries and signatures, signed up to its end."""
+
+    @abc.abstractmethod
+    def OpenPage(
+        self,
+        request: roundtable.proto.administration_pb2.OpenPageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.administration_pb2.OpenPageReply, collections.abc.Awaitable[roundtable.proto.administration_pb2.OpenPageReply]]:
+        """A word with which the caller's browser signs in to the page, once and soon, as the holder of the certificate
+        that the call was made with.
+        """
 
     @abc.abstractmethod
     def GetProvenance(

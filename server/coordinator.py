@@ -27,7 +27,6 @@ from roundtable.core.observability.watchdog import keep_watchdog, tell_systemd
 from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc, relay_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
-from roundtable.server.auth.page_sessions import PageSessions
 from roundtable.server.clock import steady_time, watch_clock
 from roundtable.server.config import RetentionTable, ServerConfig
 from roundtable.server.dashboard import BehindThePage, Dashboard, NoDashboard
@@ -193,8 +192,8 @@ class Coordinator:
         await self.jobs.start()
         await self._server.start()
         self._page.opened(self.jobs, self._sessions, self._database, self.security)
-        browsers = PageSessions(self._database, self.clock, config.dashboard)
-        await self._dashboard.open(BehindThePage(self._calls, browsers, self.security.access))
+        behind = BehindThePage(self._calls, self.security.pages, self.security.access)
+        await self._dashboard.open(behind)
         work = [
             self._sessions.watch(),
             self._keep_house(services.retention, archiving),

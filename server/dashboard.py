@@ -31,6 +31,10 @@ class PageSignIns(Protocol):
         """Signs somebody in; the secret for the browser."""
         ...
 
+    def redeem(self, word: str) -> Principal | None:
+        """Whose word for a browser it is, which is then used up; None for any other text."""
+        ...
+
     async def find(self, secret: str) -> PageSession | None:
         """Whose session it is; None where there is none."""
         ...

@@ -18,6 +18,7 @@ from roundtable.cli.coordinator.audit import audit, model
 from roundtable.cli.coordinator.audit_archives import archive
 from roundtable.cli.coordinator.backup import backup, restore
 from roundtable.cli.coordinator.ca import ca
+from roundtable.cli.coordinator.page import page
 from roundtable.cli.coordinator.relay import relay
 from roundtable.cli.coordinator.server import server
 from roundtable.cli.coordinator.trust import invite, operators, revoke, token
@@ -87,6 +88,7 @@ for command in (
     model,
     new,
     operators,
+    page,
     privacy,
     relay,
     server,

@@ -98,19 +98,22 @@ class Application:
         return _FILES.answer("sign-in.html")
 
     async def _sign_in(self, request: Request) -> Response:
-        """Exchanges a token, of ours or of the identity provider, for a session."""
+        """Exchanges a token, of ours or of the identity provider, or a word for a certificate's holder."""
         form = parse_qs((await request.body()).decode("utf-8", "replace"), keep_blank_values=True)
         token, onwards = form.get("token", [""])[0].strip(), _onwards(form.get("next", ["/"])[0])
         if not token:
             return RedirectResponse(f"/sign-in?why=empty&next={quote(onwards, safe='/')}", 303)
         try:
-            who = await self._behind.access.of_bearer(token, _address(request))
+            who = self._behind.sessions.redeem(token)
+            if who is None:
+                who = await self._behind.access.of_bearer(token, _address(request))
         except Refusal as error:
             why = "wait" if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED else "wrong"
             return RedirectResponse(f"/sign-in?why={why}&next={quote(onwards, safe='/')}", 303)
         # An address of ours never holds the secret: it would be in histories and logs.
         known = credential_of(token)
-        kept = known if who.source == "token" else hashlib.sha256(known.encode()).hexdigest()
+        digest = hashlib.sha256(known.encode()).hexdigest()
+        kept = {"token": known, "certificate": who.serial}.get(who.source, digest)
         secret = await self._behind.sessions.begin(who, kept)
         log.info("%s has signed in to the page", who.label)
         answer = RedirectResponse(onwards, 303)

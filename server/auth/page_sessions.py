@@ -2,11 +2,13 @@
 
 Threat model. The secret is 256 random bits in a cookie that scripts cannot read; the database holds its
 SHA-256 alone, so who reads the database, or a backup of it, cannot sign in. A session is good for what its
-token was good for and no longer: each request looks again whether the token still holds, so that
-`roundtable token revoke` ends it, and it ends by itself with the token, after `longest`, and after `idle`
-without use. It survives a restart of the coordinator and a failover. The secret also keys the token against
-forged requests (`forgery_token`): another site can make a browser send the cookie at most where the browser
-ignores SameSite, and can never read that token.
+token or certificate was good for and no longer: each request looks again whether that still holds, so that
+revoking the token or its holder, and the root's list, end it; it ends by itself with the token or the
+certificate, after `longest`, and after `idle` without use. Who has a certificate gets a word for a browser
+over the wire (`invite`): 256 random bits that are good once and for a minute, of which this process keeps
+the digest. A session survives a restart of the coordinator and a failover. The secret also keys the token
+against forged requests (`forgery_token`): another site can make a browser send the cookie at most where the
+browser ignores SameSite, and can never read that token.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import cast, get_args
 from pydantic import Field, field_validator, model_validator
 from sqlalchemy.engine import Connection
 
+from roundtable.core.errors import ResourceError
 from roundtable.core.toml_tables import Seconds, Table
 from roundtable.server.auth.permissions import CALLERS, Caller
 from roundtable.server.auth.principals import Principal, Source
@@ -37,6 +40,9 @@ from roundtable.server.store.page_session_rows import (
 )
 
 NOTED_SECONDS = 60.0
+WORD_SECONDS = 60.0
+_WORD = "rt-page."
+_MOST_WORDS = 1000
 MOST_SESSIONS = 20
 """Of one party; one more ends the oldest."""
 _FORGERY = b"roundtable page: token against forged requests"
@@ -104,11 +110,37 @@ class PageSession:
 class PageSessions:
     """Sessions as the database keeps them."""
 
-    def __init__(self, database: Database, clock: Callable[[], float], table: DashboardTable) -> None:
+    def __init__(
+        self,
+        database: Database,
+        clock: Callable[[], float],
+        table: DashboardTable,
+        is_listed: Callable[[str], bool] = lambda serial: False,
+    ) -> None:
+        """`is_listed`: whether this serial number is on the root's list of revoked certificates."""
+        self._is_listed = is_listed
+        self._words: dict[str, tuple[Principal, float]] = {}
         self._database = database
         self._clock = clock
         self._idle = table.idle
         self._longest = table.longest
+
+    def invite(self, who: Principal) -> tuple[str, float]:
+        """A word with which a certificate's holder signs in once, and the Unix time at which it is void."""
+        now = self._clock()
+        self._words = {word: each for word, each in self._words.items() if each[1] > now}
+        if len(self._words) >= _MOST_WORDS:
+            raise ResourceError("too many words for the page were asked for; try again in a minute")
+        word, expires = _WORD + secrets.token_urlsafe(32), now + WORD_SECONDS
+        self._words[_digest(word)] = who, expires
+        return word, expires
+
+    def redeem(self, word: str) -> Principal | None:
+        """Whose word it is, which is then used up; None for what is none, or is void."""
+        if not word.startswith(_WORD):
+            return None
+        who, expires = self._words.pop(_digest(word), (None, 0.0))
+        return who if self._clock() < expires else None
 
     async def begin(self, who: Principal, credential: str) -> str:
         """Signs somebody in; the secret for the browser, which is kept nowhere else."""
@@ -148,6 +180,8 @@ class PageSessions:
 
     def _holds(self, row: PageSessionRow, token: trust.TokenRow | None, now: float) -> bool:
         if row.role not in CALLERS or row.source not in get_args(Source):
+            return False
+        if row.source == "certificate" and self._is_listed(row.credential):
             return False
         if row.source == "token" and (token is None or token.revoked or token.expires <= now):
             return False

@@ -71,6 +71,7 @@ PERMISSIONS: dict[str, Permission] = {
     "Operators/ExportPrivacy": _from("operator", cost=50.0),
     "Operators/SetPrivacyBudget": _from("operator", noted=True),
     "Operators/RemovePrivacyBudget": _from("operator", noted=True),
+    "Administration/OpenPage": _from("viewer", noted=True),
     "Administration/GetProvenance": _from("viewer", cost=50.0),
     "Administration/Invite": _from("operator", noted=True),
     "Administration/Revoke": _from("operator", noted=True),

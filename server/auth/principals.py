@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf
 from pathlib import Path
@@ -40,6 +40,8 @@ class Principal:
     role: Caller
     source: Source
     expires: float = inf
+    serial: str = field(default="", compare=False)
+    """Of the certificate that was shown, in hexadecimal."""
 
     @property
     def party(self) -> store.Party:
@@ -116,7 +118,11 @@ class CertifiedCallers:
                 f"the certificate of {name!r} has been revoked; "
                 "ask the coordinator's operator for a new invitation or certificate"
             )
-        return Principal(name, role, "certificate", expires)
+        return Principal(name, role, "certificate", expires, format(serials[0], "x"))
+
+    def is_listed(self, serial: str) -> bool:
+        """Whether the root's list of what is revoked holds this serial number, in hexadecimal."""
+        return any(format(each, "x") == serial for each in self._listed.serials)
 
     async def of_bearer(self, text: str) -> Principal:
         """The holder of a token; WrongSecret for one that is not valid, without saying why."""

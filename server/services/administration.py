@@ -17,6 +17,7 @@ from roundtable.proto import administration_pb2_grpc
 from roundtable.server.auth.access import Access, Context, Refusal, caller, principal
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.enrolment import Enrolment
+from roundtable.server.auth.page_sessions import DashboardTable, PageSessions
 from roundtable.server.auth.permissions import RANKS, outranks
 from roundtable.server.auth.principals import Principal, Principals
 from roundtable.server.auth.provenance import Provenance
@@ -25,9 +26,11 @@ from roundtable.server.door import from_operators as door
 from roundtable.server.store import Database
 from roundtable.server.store import audit as audit_store
 from roundtable.server.store import trust_rows as store
+from roundtable.server.store.page_session_rows import end_sessions_of
 
 log = logging.getLogger("roundtable.server.services.administration")
 
+_ANY = ("", "0.0.0.0", "[::]")
 LONGEST_TOKEN = 366 * 86400.0
 MESSAGE_CHARACTERS = 1 << 20
 
@@ -44,6 +47,8 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
         audit: AuditLog,
         provenance: Provenance,
         second_person: SecondPerson,
+        pages: PageSessions,
+        dashboard: DashboardTable,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
@@ -53,6 +58,8 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
         self._audit = audit
         self._provenance = provenance
         self._second_person = second_person
+        self._pages = pages
+        self._dashboard = dashboard
         self._clock = clock
 
     @override
@@ -78,6 +85,24 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
         party = role, wish.name
         await self._database.write(lambda connection: self._void(connection, who, party, wish.reason))
         return pb.RevokeReply(calls=await self._cut_off(party, who))
+
+    @override
+    async def OpenPage(self, request: pb.OpenPageRequest, context: Context) -> pb.OpenPageReply:
+        who, table = principal(), self._dashboard
+        if not table.listen:
+            raise Refusal(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "this coordinator serves no page: set `listen` of [dashboard] in its coordinator.toml",
+            )
+        if who.source != "certificate":
+            raise Refusal(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "this is for holders of a certificate: with a token, type that token at the page",
+            )
+        word, expires = self._pages.invite(who)
+        host, _, port = table.listen.rpartition(":")
+        host = table.hosts[0] if table.hosts else "" if host in _ANY else host
+        return pb.OpenPageReply(word=word, host=host, port=int(port), tls=table.tls, expires=expires)
 
     @override
     async def Confirm(self, request: pb.ConfirmRequest, context: Context) -> pb.RevokeReply:
@@ -195,6 +220,7 @@ class AdministrationService(administration_pb2_grpc.AdministrationServicer):
         """Revokes a party, and notes it in the same transaction."""
         (role, name), now = party, self._clock()
         store.revoke(connection, party, who.label, reason, now)
+        end_sessions_of(connection, role, name)
         if role == "agent":
             store.void_invitations(connection, name, now)
         detail = {"role": role, "reason": reason}

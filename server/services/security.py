@@ -26,6 +26,7 @@ from roundtable.server.auth.access import Access
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.enrolment import Enrolment
 from roundtable.server.auth.oidc import Provider
+from roundtable.server.auth.page_sessions import PageSessions
 from roundtable.server.auth.principals import Principals
 from roundtable.server.auth.provenance import Provenance
 from roundtable.server.auth.quotas import Quota, Quotas
@@ -83,6 +84,7 @@ class Security:
             clock,
             config.certificate_days,
         )
+        self.pages = PageSessions(database, clock, config.dashboard, self.principals.is_listed)
         provenance = Provenance(database, self.identity, versions()["roundtable"], clock)
         self.administration = AdministrationService(
             database,
@@ -92,6 +94,8 @@ class Security:
             self.audit,
             provenance,
             SecondPerson(database, clock),
+            self.pages,
+            config.dashboard,
             clock,
         )
         self.enrolment_port = 0

@@ -51,6 +51,12 @@ def use_session(connection: Connection, digest: str, now: float) -> None:
     connection.execute(sa.update(table).where(table.c.digest == digest).values(used=now))
 
 
+def end_sessions_of(connection: Connection, role: str, name: str) -> None:
+    """Forgets every session of a party."""
+    table = tables.page_sessions
+    connection.execute(sa.delete(table).where(table.c.role == role, table.c.name == name))
+
+
 def end_session(connection: Connection, digest: str) -> None:
     """Forgets a session."""
     table = tables.page_sessions

@@ -21,6 +21,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "ca", "coordinator", "coordinator", folder / "coordinator", hosts=("localhost", "127.0.0.1")
     )
     issue(folder / "ca", "olga", "operator", folder / "olga")
+    issue(folder / "ca", "ada", "admin", folder / "ada")
     for name in ("alder", "birch"):
         issue(folder / "ca", name, "agent", folder / name)
     return folder

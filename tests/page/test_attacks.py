@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from page_world import PageWorld, page_world
 
+from roundtable.administration import Administrator
 from roundtable.page import application
 from roundtable.server import ServerConfig
 
@@ -174,6 +176,37 @@ async def test_sessions_outlive_a_restart_and_are_kept_as_digests(
         stored = [path.read_bytes() for path in _files(config)]
         assert stored
         assert not any(secret.encode() in data for data in stored)
+
+
+async def test_a_certificates_holder_signs_in_once_by_a_word_until_it_is_revoked(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    async with page_world(settings()) as world:
+        pages = world.coordinator.security.pages
+        with Administrator(f"127.0.0.1:{world.coordinator.port}", certificates / "olga") as olga:
+            reply = await asyncio.to_thread(olga.open_page)
+            assert (reply.host, reply.port, reply.tls) == ("127.0.0.1", 0, True)
+            browser, thief = world.browser(), world.browser()
+            await browser.sign_in(reply.word)
+            assert (await browser.ask("GET", "/api/session")).values["name"] == "olga"
+            await thief.sign_in(reply.word)
+            late = await asyncio.to_thread(olga.open_page)
+            pages._clock = lambda: time.time() + 61.0
+            await thief.sign_in(late.word)
+            assert thief.cookie == ""
+            stored = b"".join(path.read_bytes() for path in _files(world.coordinator.config))
+            assert reply.word.encode() not in stored
+        # The root's list, which is offline: by the certificate's serial number.
+        pages._is_listed = bool
+        assert (await browser.ask("GET", "/api/session")).status == 401
+        pages._is_listed = world.coordinator.security.principals.is_listed
+        assert (await browser.ask("GET", "/api/session")).status == 200
+        admin = world.browser()
+        await admin.sign_in(world.tokens["admin"])
+        with Administrator(f"127.0.0.1:{world.coordinator.port}", certificates / "ada") as ada:
+            await asyncio.to_thread(ada.revoke, "olga", "has left", "operator")
+        assert (await browser.ask("GET", "/api/session")).status == 401
+        assert (await admin.ask("GET", "/api/session")).status == 200
 
 
 async def test_one_party_has_so_many_streams_and_they_end_with_the_service(
