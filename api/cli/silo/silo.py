@@ -200,7 +200,10 @@ def forget(context: click.Context, silo: str) -> None:
 @click.option("--encoding", is_flag=True, help="NAME is an installed encoding, and not a task.")
 @click.pass_context
 def hash_code(context: click.Context, name: str, encoding: bool) -> None:
-    """Print the hash of a task's code, for [tasks.NAME] blake3, or of an encoding's, for [encodings]."""
+    """Print the hash of a task's code, or of an encoding's.
+
+    A task's is for [tasks.NAME] blake3 in agent.toml, an encoding's for [encodings].
+    """
     from roundtable.core.encodings.foreign.foreign_codec import ENTRY_POINT_GROUP
     from roundtable.core.plugins.code_hash import hash_of_code
     from roundtable.core.task import ENTRY_POINTS
