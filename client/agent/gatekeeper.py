@@ -31,7 +31,15 @@ from roundtable.client.trainer import TrainedUpdate
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import IdentityError, RoundtableError
 from roundtable.core.identity.credentials import CA_CERTIFICATE, load_silo_identity, verify_identity
-from roundtable.core.identity.signing import check_submission, job_digest, job_values, verify
+from roundtable.core.identity.signing import (
+    check_submission,
+    job_digest,
+    job_identifier,
+    job_values,
+    signed_request,
+    verify,
+)
+from roundtable.core.job_tables.due_times import MOST_RUNS, came_due
 from roundtable.core.observability.released import Tells, Told, tell
 
 _log = logging.getLogger("roundtable.agent")
@@ -40,6 +48,8 @@ METRICS_SENT = "metrics_sent"
 """The action under which the silo's log keeps which figures of an evaluation have left."""
 _SIGNED_SECONDS = 30 * 86400.0
 """How old a signature may be under a job that the silo meets for the first time."""
+_SERIES_SECONDS = 366 * 86400.0
+"""How old it may be under a run of a series."""
 _AHEAD_SECONDS = 3600.0
 
 
@@ -238,7 +248,7 @@ class Gatekeeper:
     ) -> KnownJob:
         submission, submitter = instruction.submission, ""
         if submission.signature:
-            self._check_submission(step, instruction.config, submission)
+            self._check_submission(step, instruction.config, submission, job)
             submitter = submission.submitter
         return KnownJob(
             step.job,
@@ -251,33 +261,53 @@ class Gatekeeper:
             time.time(),
         )
 
-    def _check_submission(self, step: StepKey, config: str, submission: SubmissionProof) -> None:
-        """IdentityError unless this very job was signed, of late, for the coordinator that asks for it."""
+    def _check_submission(
+        self, step: StepKey, config: str, submission: SubmissionProof, job: JobConfig
+    ) -> None:
+        """IdentityError unless this very job was signed, of late, for the coordinator that asks for it.
+
+        Under a series one signature stands for all its runs, each not before it has come due so often.
+        """
         ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
+        request, run = signed_request(submission.request_id, bool(job.queue.repeat))
         values = job_values(
             config,
             submission.initial_model,
-            submission.request_id,
+            request,
             submitter=submission.submitter,
             coordinator=submission.coordinator,
             time=submission.time,
         )
         check_submission(submission.certificate, ca, values, submission.signature, submission.submitter)
         self.revocations.check(submission.certificate, f"the signer of job {step.job}")
-        if values["job"] != step.job:
+        signed = job_identifier(submission.coordinator, submission.submitter, submission.request_id)
+        if signed != step.job:
             raise IdentityError(
-                f"job {step.job} shows the signature of {values['job']}: nobody has submitted it again"
+                f"job {step.job} shows the signature of {signed}: nobody has submitted it again"
             )
         here = verify_identity(self._coordinator, ca, role="coordinator")[0] if self._coordinator else ""
         if submission.coordinator != here:
             raise IdentityError(
                 f"job {step.job} is signed for the coordinator {submission.coordinator!r}; this is {here!r}"
             )
-        age = time.time() - submission.time
-        if not -_AHEAD_SECONDS <= age <= _SIGNED_SECONDS:
+        self._check_age(step, submission.time, job, run)
+
+    def _check_age(self, step: StepKey, signed: float, job: JobConfig, run: int) -> None:
+        """IdentityError for a signature that is too old for the job, and for a run that is not due yet."""
+        age, queue = time.time() - signed, job.queue
+        longest = _SERIES_SECONDS if queue.repeat else _SIGNED_SECONDS
+        if not -_AHEAD_SECONDS <= age <= longest:
             raise IdentityError(
                 f"job {step.job} was signed {age / 86400:.1f} days ago, and this silo meets it for the first "
-                f"time: that must be within {_SIGNED_SECONDS / 86400:.0f} days; submit it again"
+                f"time: that must be within {longest / 86400:.0f} days; submit it again"
+            )
+        if not queue.repeat:
+            return
+        begun = signed - _AHEAD_SECONDS
+        if not 1 <= run <= MOST_RUNS or not came_due(queue.repeat, queue.zone, begun, run, time.time()):
+            raise IdentityError(
+                f"job {step.job} is run {run} of a series that is due at {queue.repeat!r} ({queue.zone}) "
+                f"since it was signed, {age / 86400:.1f} days ago: that is more runs than have come due"
             )
 
     def _to_decision(self, known: KnownJob, refused: bool) -> list[str]:

@@ -68,6 +68,23 @@ def job_identifier(coordinator: str, submitter: str, request: str) -> str:
     return blake3("\0".join((coordinator, submitter, request)).encode()).hexdigest()[:12]
 
 
+def run_request(request: str, run: int) -> str:
+    """The request that makes run `run` (from 1) of a series: the submitter's own for the first."""
+    return request if run == 1 else f"{request}#{run}"
+
+
+def signed_request(request: str, repeats: bool) -> tuple[str, int]:
+    """What the submitter has signed of a job's request, and which run of a series the job is.
+
+    A signature under a job that is repeated is one for all its runs: `job_identifier` of the run's own
+    request is the run's. Of other jobs the request is what was signed.
+    """
+    head, mark, number = request.rpartition("#")
+    if repeats and mark and number.isascii() and number.isdigit() and len(number) < 7:
+        return head, int(number)
+    return request, 1
+
+
 def job_values(
     config: str, model: str, request: str, *, submitter: str, coordinator: str, time: float
 ) -> dict[str, str | float]:

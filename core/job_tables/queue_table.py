@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from roundtable.core.job_tables.due_times import check_repetition
 from roundtable.core.quantities import parse_size
 from roundtable.core.toml_tables import Name, Names, Seconds, Table
 
@@ -45,6 +46,22 @@ class QueueTable(Table):
     start: Annotated[str, BeforeValidator(_moment)] = Field(
         "1970-01-01T00:00:00+00:00", description="not before this time: 2026-12-01T20:00:00Z"
     )
+
+    repeat: str = Field(
+        "",
+        max_length=100,
+        description='a series of runs at these times, as cron writes them: "0 3 * * *"; a time at which the '
+        "last run goes on is left out",
+    )
+    zone: str = Field("UTC", max_length=60, description="repeat: the time zone, for example Europe/Zurich")
+
+    @model_validator(mode="after")
+    def _comes_due(self) -> QueueTable:
+        if self.repeat:
+            check_repetition(self.repeat, self.zone)
+        elif self.zone != "UTC":
+            raise ValueError("zone belongs to repeat; start and deadlines state theirs")
+        return self
 
     @property
     def earliest(self) -> float:

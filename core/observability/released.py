@@ -124,6 +124,7 @@ EVENTS: Mapping[str, EventKind] = {
             "job_failed",
             "waiting_for_clients",
             "budget_spent",
+            "series_over",
             "metric_missing",
         ),
         EventKind(),

@@ -6,8 +6,16 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from roundtable.core.errors import IdentityError
-from roundtable.core.identity.signing import check_submission, job_digest, job_values, open_envelope
+from roundtable.core.config import job_from_json
+from roundtable.core.errors import IdentityError, RoundtableError
+from roundtable.core.identity.signing import (
+    check_submission,
+    job_digest,
+    job_identifier,
+    job_values,
+    open_envelope,
+    signed_request,
+)
 from roundtable.engine.verification.bundle import BundledJob, BundledRound, BundledUpdate
 from roundtable.engine.verification.committed import CommittedRound
 from roundtable.engine.verification.findings import Findings
@@ -19,10 +27,14 @@ def check_job(job: BundledJob, ca: bytes) -> Findings:
         return Findings(
             unproven=("nobody has signed the job: the coordinator alone says what was asked for",)
         )
+    try:
+        repeats = bool(job_from_json(job.config).queue.repeat)
+    except RoundtableError as error:
+        return Findings(refuted=(f"the job's configuration cannot be read: {error}",))
     values = job_values(
         job.config,
         job.initial_model,
-        job.request_id,
+        signed_request(job.request_id, repeats)[0],
         submitter=job.submitter,
         coordinator=job.coordinator,
         time=job.time,
@@ -32,8 +44,9 @@ def check_job(job: BundledJob, ca: bytes) -> Findings:
         check_submission(certificate, ca, values, signature, job.submitter, at=job.time)
     except (IdentityError, ValueError) as error:
         return Findings(refuted=(f"the job is not what {job.submitter} has signed: {error}",))
-    if values["job"] != job.id:
-        return Findings(refuted=(f"{job.submitter} has signed the job {values['job']}, not {job.id}",))
+    signed = job_identifier(job.coordinator, job.submitter, job.request_id)
+    if signed != job.id:
+        return Findings(refuted=(f"{job.submitter} has signed the job {signed}, not {job.id}",))
     return Findings()
 
 

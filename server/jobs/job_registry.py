@@ -22,11 +22,11 @@ from roundtable.core.failpoints import failpoint
 from roundtable.core.observability.link_estimate import LinkEstimate
 from roundtable.core.observability.released import public
 from roundtable.core.observability.transfer_figures import ModelArrival
-from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m
 from roundtable.server.door import to_agents
 from roundtable.server.door.to_operators import QueuePlace
-from roundtable.server.jobs.admission.new_job import new_job
+from roundtable.server.jobs.admission.new_job import rows_of
+from roundtable.server.jobs.admission.series import Series, following, store_following
 from roundtable.server.jobs.admission.turns import Turns
 from roundtable.server.jobs.job_driver import (
     StoredJob,
@@ -44,9 +44,8 @@ from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import FINAL, AgentRow, EventRow, JobRow
 from roundtable.server.store import jobs as store
 from roundtable.server.store.agent_rows import all_clients
-from roundtable.server.store.artifacts import is_readable
 from roundtable.server.store.database import LeaseLost
-from roundtable.server.store.ledger import Limit, Total, budget_of, set_budget, totals
+from roundtable.server.store.ledger import Limit, set_budget
 from roundtable.server.store.trust_rows import Party
 
 log = logging.getLogger("roundtable.server.jobs.job_registry")
@@ -64,6 +63,7 @@ class JobRegistry:
         self.stopping = False
         self._background: asyncio.Task[None] | None = None
         self._left_out: set[tuple[str, str, m.Step]] = set()
+        self._series = Series(services, self._follow)
         self.turns = Turns(
             self._runners.values, services.sessions.clients, self._statuses, services.clock, services.queue
         )
@@ -90,6 +90,7 @@ class JobRegistry:
             except RoundtableError as error:
                 log.error("job %s cannot be taken up: %s", row.id, error, extra={"job": row.id})
                 await self._pause_broken(row.id, f"it could not be taken up after a restart: {error}")
+        await self._series.start()
         self.turns.start()
 
     def announce_stop(self) -> None:
@@ -100,6 +101,7 @@ class JobRegistry:
 
     async def stop(self) -> None:
         """Stops driving; every job can be taken up again."""
+        await self._series.stop()
         await self.turns.stop()
         for runner in self._runners.values():
             runner.stop()
@@ -136,16 +138,10 @@ class JobRegistry:
             whose_jobs = submission.submitter_role, submission.submitter
             admit(sum(runner.row.is_of(*whose_jobs) for runner in self._runners.values()))
             job = await asyncio.to_thread(parse_job, submission.config)
-            self._services.retention.keep.check_wanted(job)
-            whose = self._services.populations.of(job)
-            check_counted(job, await self._services.database.read(lambda c: budget_of(c, whose)))
-            await self._check_model(submission.model)
-            population, spent = await self._population(job), await self._spent(job)
-            after = await self._before(job, (submission.submitter_role, submission.submitter))
-            services = self._services
-            row, artifact = await asyncio.to_thread(
-                new_job, submission, job, population, spent, after, services
-            )
+            if job.queue.repeat and "#" in submission.request_id:
+                raise ConfigError("request_id: a job that is repeated has none with the sign #")
+            after = await self._before(job, whose_jobs)
+            row, artifact = await rows_of(submission, job, after, 1, self._services)
             first = public(
                 EventRow(1, row.submitted, "job_submitted", f"{row.submitter} submitted {row.name}")
             )
@@ -155,6 +151,21 @@ class JobRegistry:
             failpoint("job_stored")
             await self._take_up(row)
             return row
+
+    async def _follow(self, before: JobRow) -> None:
+        """Makes the run after one that is over, and drives it."""
+        async with self._submitting:
+            submission = following(before, self._services.database.identity)
+            job = await asyncio.to_thread(parse_job, submission.config)
+            row, artifact = await rows_of(submission, job, (), before.run + 1, self._services)
+            made = await self._services.database.write(lambda c: store_following(c, before, row, artifact))
+            if not made:
+                return
+            log.info("%s follows %s", row.name, before.name, extra={"job": row.id})
+            try:
+                await self._take_up(row)
+            except RoundtableError as error:
+                await self._pause_broken(row.id, f"it could not be taken up: {error}")
 
     async def limit(self, limit: Limit) -> None:
         """Sets a population's budget; PrivacyError while a job goes on that its account would not see."""
@@ -263,17 +274,6 @@ class JobRegistry:
             return replace(runner.row, reason=runner.standing.reason)
         return runner.row
 
-    async def _population(self, job: JobConfig) -> int:
-        agents = await self._services.database.read(all_clients)
-        return max(1, sum(agent.offers(job.task.name) for agent in agents))
-
-    async def _spent(self, job: JobConfig) -> list[Total]:
-        """What the population of this job bears already, over all jobs; nothing for a job without privacy."""
-        if isinstance(job.privacy, NoPrivacy):
-            return []
-        name = self._services.populations.of(job)
-        return await self._services.database.read(lambda connection: totals(connection, name))
-
     async def _before(self, job: JobConfig, who: Party) -> tuple[str, ...]:
         """The identifiers of the jobs that this one comes after. ConfigError for one that there is not."""
         found = []
@@ -290,11 +290,6 @@ class JobRegistry:
         known = {row.id: row.status for row in rows if row.id in jobs and row.status in FINAL}
         listed = {row.id for row in rows}
         return {**known, **dict.fromkeys(jobs - listed, store.DELETED)}
-
-    async def _check_model(self, digest: str) -> None:
-        """ConfigError unless operators may read it: a job would hand somebody's update to all silos."""
-        if not await self._services.database.read(lambda connection: is_readable(connection, digest)):
-            raise ConfigError(f"the initial model {digest[:12]} is not stored here: upload it before the job")
 
     async def _take_up(self, row: JobRow) -> JobRunner:
         """Makes the driver of a stored job and starts it."""
@@ -326,6 +321,7 @@ class JobRegistry:
             return
         if (error := task.exception()) is None:
             self._tell_agents(runner)
+            self._series.ended(runner.row)
         elif isinstance(error, LeaseLost):
             log.error("job %s is another coordinator's now", job, extra={"job": job})
             runner.stop()

@@ -159,6 +159,12 @@ def rot_incident() -> Incident:
     return Incident("data_corruption", "error", advice, "fetched a whole copy and combined the round again")
 
 
+def series_incident() -> Incident:
+    """No run can be made after the last one of a job that is repeated."""
+    advice = "mend what the reason names, and submit the job again: that begins another series"
+    return Incident("series", "error", advice, "ended the series; the runs so far are not lost")
+
+
 def driver_incident() -> Incident:
     """A job's driver has met an error that nobody expected."""
     advice = "report what the coordinator's log says of it; `roundtable job resume` tries again"

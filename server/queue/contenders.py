@@ -41,6 +41,7 @@ def contender_of(
         blocked=state.hold or blocked,
         rest=rest,
         ends=ends,
+        earliest=max(job.queue.earliest, float(row.snapshot.get("begins", 0.0))),
     )
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Literal
 
 from roundtable.server.queue.queue_rules import ALL, QueueRules
@@ -104,7 +105,7 @@ class _Board:
 
     def _rank(self, contender: Contender) -> tuple[int, float, float, str]:
         level = contender.level(self._now, self._rules.ageing)
-        return (-level, self._share(contender.project), contender.since, contender.job)
+        return (-level, self._share(contender.project), contender.waits_from, contender.job)
 
     def _share(self, project: str) -> float:
         """The project's dominant share: the largest of its shares in each resource, by its weight."""
@@ -144,6 +145,9 @@ class _Board:
         job, needs = contender.job, self._needs[contender.job]
         if blocked := contender.blocked or self._beyond(needs):
             return Standing(job, "waits", blocked, number)
+        if contender.earliest > self._now:
+            told = datetime.fromtimestamp(contender.earliest, UTC).isoformat(" ", "seconds")
+            return Standing(job, "waits", f"it begins at {told}", number, contender.earliest)
         if contender.there < contender.least or contender.shortage:
             return Standing(job, "waits", contender.shortage, number)
         in_the_way = self._in_the_way(needs)
@@ -222,7 +226,7 @@ class _Board:
         if not in_the_way or not all(other.turn for other, _ in in_the_way):
             return math.inf
         steps = max(other.priority + 1 - contender.priority for other, _ in in_the_way)
-        return max(self._now, contender.since + steps * self._rules.ageing)
+        return max(self._now, contender.waits_from + steps * self._rules.ageing)
 
     def _promised_to(self, needs: Needs) -> str:
         """Of whom it waits though it would fit: the first that places are kept for."""

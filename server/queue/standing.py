@@ -21,6 +21,7 @@ class Contender:
     - `blocked`: why it cannot have its turn, whatever the others do; "" where it can.
     - `rest`: seconds until its last round ends if all goes as expected, and `ends` until the one that runs
       does; None where that is not known.
+    - `earliest`: it does not begin before this time.
     """
 
     job: str
@@ -39,10 +40,16 @@ class Contender:
     blocked: str = ""
     rest: float | None = None
     ends: float | None = None
+    earliest: float = 0.0
+
+    @property
+    def waits_from(self) -> float:
+        """From when on its waiting counts: nobody waits before it may begin."""
+        return max(self.since, self.earliest)
 
     def level(self, now: float, ageing: float) -> int:
         """Its priority, and what waiting has added."""
-        waited = 0.0 if self.turn else max(0.0, now - self.since)
+        waited = 0.0 if self.turn else max(0.0, now - self.waits_from)
         return self.priority + math.floor(waited / ageing)
 
     @property

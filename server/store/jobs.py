@@ -40,6 +40,7 @@ INCIDENT_KINDS = (
     "round_skipped",
     "job_paused",
     "job_failed",
+    "series_over",
 )
 
 
@@ -249,9 +250,10 @@ def _there(row: JobRow) -> JobRow:
 
 
 def _named(connection: Connection, name: str, whose: sa.ColumnElement[bool]) -> list[JobRow]:
-    """Jobs of this name that could be meant: of each submitter those not over, or else the newest."""
+    """Jobs, or runs of a series, of this name: of each submitter those not over, or else the newest."""
     table = tables.jobs.c
-    called = sa.and_(table.name == name, whose, table.status != DELETED)
+    of_series = sa.and_(table.run > 0, table.name.startswith(f"{name}#", autoescape=True))
+    called = sa.and_(sa.or_(table.name == name, of_series), whose, table.status != DELETED)
     newest = (
         sa.select(sa.func.max(table.submitted)).where(called).group_by(table.submitter, table.submitter_role)
     )

@@ -17,7 +17,10 @@ from roundtable.engine.clients import declared_examples
 
 @dataclass(frozen=True)
 class JobRow:
-    """A job as it is stored. `snapshot` is the round engine's; `best_model` is "" where none is kept."""
+    """A job as it is stored. `snapshot` is the round engine's; `best_model` is "" where none is kept.
+
+    Of a job that is repeated `run` counts from 1, and `repeats` is 1 while another run is to follow this one.
+    """
 
     id: str
     name: str
@@ -40,6 +43,8 @@ class JobRow:
     best_model: str = ""
     best_round: int = 0
     best_value: float = 0.0
+    run: int = 0
+    repeats: int = 0
 
     def is_of(self, role: str, name: str) -> bool:
         """Whether this party submitted the job; jobs of before roles were noted go by the name alone."""

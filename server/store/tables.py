@@ -106,6 +106,9 @@ jobs = Table(
     Column("writer", String(32), nullable=False),
     Column("submitted", Double, nullable=False),
     Column("updated", Double, nullable=False),
+    # Which run of a job that is repeated, from 1, and 0 for others; whether another run is to follow it.
+    Column("run", Integer, nullable=False, server_default="0"),
+    Column("repeats", Integer, nullable=False, server_default="0"),
 )
 
 events = Table(

@@ -40,7 +40,7 @@ from roundtable.core.errors import AuditError, ConfigError
 from roundtable.core.evidence.audit_log import read_log
 from roundtable.core.identity.credentials import create_ca, issue, load_silo_identity
 from roundtable.core.identity.revocation import revoke
-from roundtable.core.identity.signing import job_identifier, job_values, sign, vouch
+from roundtable.core.identity.signing import job_identifier, job_values, run_request, sign, vouch
 from roundtable.core.observability.released import Told
 from roundtable.core.plugins.code_hash import hash_of_code
 from roundtable.core.task import ENTRY_POINTS
@@ -357,6 +357,30 @@ def test_a_signature_is_for_one_job_one_coordinator_and_a_time(silo: AgentConfig
         gate.meet(identity)
         with pytest.raises(WorkFailed, match=r"is signed for the coordinator|is not an coordinator's"):
             admit(gate, *instruction(wanted, signer=ada), wanted=wanted)
+
+
+def test_one_signature_stands_for_the_runs_of_a_series_that_have_come_due(silo: AgentConfig) -> None:
+    gate, ada, wanted = gatekeeper(silo), silo.folder / "ada", job('[queue]\nrepeat = "0 * * * *"')
+    signed = time.time() - 40 * 86400.0
+    step, first = instruction(wanted, signer=ada, request="r", time=signed)
+
+    def run(number: int) -> str:
+        request = run_request("r", number) if number else "r#0"
+        job_id = job_identifier("hub", "ada", request)
+        shown = replace(first, submission=replace(first.submission, request_id=request))
+        return gate.admit(step._replace(job=job_id), shown, wanted)
+
+    assert run(1) == run(2) == run(40 * 24) == "t.py:T"
+    with pytest.raises(WorkFailed, match="run 1000 of a series that is due at"):
+        run(1000)
+    with pytest.raises(WorkFailed, match="is run 0 of a series"):
+        run(0)
+    # Under a job that is not repeated nothing else than what was signed is meant.
+    wanted = job()
+    step, first = instruction(wanted, signer=ada, request="s")
+    shown = replace(first, submission=replace(first.submission, request_id="s#2"))
+    with pytest.raises(WorkFailed, match="is not right"):
+        gate.admit(step._replace(job=job_identifier("hub", "ada", "s#2")), shown, wanted)
 
 
 def test_refused_jobs_push_out_nothing_that_ran(silo: AgentConfig) -> None:

@@ -117,7 +117,12 @@ MAKE_TOLD = {
     # Which parts of an event, a record and a view may be told.
     "server/operations/publication.py",
 }
-SAY_PUBLIC = {"client/agent/spool.py", "client/agent/step_reports.py", "server/jobs/job_registry.py"}
+SAY_PUBLIC = {
+    "client/agent/spool.py",
+    "client/agent/step_reports.py",
+    "server/jobs/admission/series.py",
+    "server/jobs/job_registry.py",
+}
 """An update without figures; the bytes of an artifact that have gone, and that work begins; that a job was
 submitted, or is paused at the coordinator's own fault."""
 

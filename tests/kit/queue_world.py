@@ -17,7 +17,9 @@ from roundtable.server.queue.timeline import Amounts
 class PlayedJob:
     """A job of the world: when it is submitted, on which silos, how long each of its rounds takes.
 
-    `known`: whether the queue is told how long. `promised`: the first time that it was promised for its turn.
+    `known`: whether the queue is told how long. It begins at `earliest`; where it is repeated, `every` so
+    many seconds, `runs` are those that are left. `promised`: the first time that it was promised for its
+    turn.
     """
 
     name: str
@@ -30,6 +32,9 @@ class PlayedJob:
     demand: Amounts = field(default_factory=lambda: {"jobs": 1.0})
     least: int = 1
     known: bool = True
+    earliest: float = 0.0
+    every: float = 0.0
+    runs: int = 1
     done: int = 0
     turn: bool = False
     yielding: bool = False
@@ -56,7 +61,16 @@ class PlayedJob:
             yielding=self.yielding,
             rest=rest if self.known else None,
             ends=self.seconds - elapsed if self.known and self.turn else None,
+            earliest=self.earliest,
         )
+
+    def following(self, now: float) -> PlayedJob:
+        """The run of its series after this one, which has ended now: at the next time after that."""
+        base, _, number = self.name.partition("#")
+        due = next(n * self.every for n in range(1, 10**6) if n * self.every > now)
+        name = f"{base}#{int(number or 1) + 1}"
+        (fresh,) = copied([replace(self, name=name, at=now, earliest=due, runs=self.runs - 1)])
+        return fresh
 
 
 class QueueWorld:
@@ -104,6 +118,10 @@ class QueueWorld:
         job.done += 1
         if job.done == job.rounds:
             job.turn, job.ended = False, self.now
+            if job.runs > 1:
+                run = job.following(self.now)
+                self.jobs[run.name] = run
+                self._at(run.at, "submit", run.name)
         elif job.yielding:
             job.turn, job.yielding, job.since = False, False, self.now
             self.preempted += 1
@@ -135,6 +153,7 @@ class QueueWorld:
             if standing.verdict == "waits" and job.promised is None:
                 job.promised = standing.expected
             elif standing.verdict == "begins" and not job.turn:
+                assert self.now >= job.earliest, f"{job.name} begins before its time"
                 job.turn, job.since = True, self.now
                 job.began = self.now if job.began is None else job.began
                 self._round_begins(job)
@@ -160,6 +179,9 @@ class QueueWorld:
         before: list[Standing] = []
         for standing in (each for each in found if each.verdict == "waits"):
             job = self.jobs[standing.job]
+            if job.earliest > self.now:
+                assert standing.expected == job.earliest
+                continue
             if len(job.silos) >= job.least and not self._short(self._used_by([*holders, job])):
                 end = self.now + job.seconds * (job.rounds - job.done) if job.known else float("inf")
                 kept = [

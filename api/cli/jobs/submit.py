@@ -109,7 +109,7 @@ def apply(
             )
         with working(f"checking {file}"):
             prepared = prepare(file, overrides)
-        named = [each for each in operator.jobs() if each.own and each.name == prepared.job.title]
+        named = [each for each in operator.jobs() if each.own and _is_of(each, prepared.job)]
         there = min(named, key=lambda each: each.status in _OVER, default=None)
         changes: list[str] = []
         if there is not None:
@@ -132,6 +132,14 @@ def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], table: str
             yield from differences(one, other, f"{table}{key}.")
         elif one != other:
             yield f"{table}{key}: {one} → {other}"
+
+
+def _is_of(there: Job, job: JobConfig) -> bool:
+    """Whether a job has the other's name; a run of one that is repeated has its number behind it."""
+    name, mark, run = there.name.rpartition("#")
+    if job.queue.repeat and mark and run.isdigit():
+        return name == job.title[:90]
+    return there.name == job.title
 
 
 def _replace(operator: OperatorClient, file: Path, there: Job, changes: list[str], when_changed: str) -> None:

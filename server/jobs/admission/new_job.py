@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, EncodingError, LayoutError
 from roundtable.core.observability.tracking import check_inside, check_trackers
+from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import CentralNoise, RoundEngine
+from roundtable.server.jobs.admission.series import in_series
 from roundtable.server.jobs.job_driver import Submission, check_approved, layout_of, plan_of
 from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.operations.populations import check_counted
 from roundtable.server.store import ArtifactRow, JobRow
-from roundtable.server.store.ledger import Total
+from roundtable.server.store.agent_rows import all_clients
+from roundtable.server.store.artifacts import is_readable
+from roundtable.server.store.ledger import Total, budget_of, totals
 
 
-def new_job(
+async def rows_of(
+    submission: Submission, job: JobConfig, after: Sequence[str], run: int, services: JobServices
+) -> tuple[JobRow, ArtifactRow]:
+    """The rows of a job that nobody has begun, as run `run` if it is repeated.
+
+    `after`: the identifiers of the jobs that it comes after. Raises ConfigError or PrivacyError for a job
+    that cannot work.
+    """
+    database, whose = services.database, services.populations.of(job)
+    services.retention.keep.check_wanted(job)
+    check_counted(job, await database.read(lambda connection: budget_of(connection, whose)))
+    if not await database.read(lambda connection: is_readable(connection, submission.model)):
+        # A job would hand somebody's update to all silos.
+        digest = submission.model[:12]
+        raise ConfigError(f"the initial model {digest} is not stored here: upload it before the job")
+    agents = await database.read(all_clients)
+    population = max(1, sum(agent.offers(job.task.name) for agent in agents))
+    spent: Sequence[Total] = ()
+    if not isinstance(job.privacy, NoPrivacy):
+        spent = await database.read(lambda connection: totals(connection, whose))
+    row, artifact = await asyncio.to_thread(_made, submission, job, population, spent, after, services)
+    return in_series(row, job, run, services.clock()), artifact
+
+
+def _made(
     submission: Submission,
     job: JobConfig,
     population: int,
@@ -23,11 +53,7 @@ def new_job(
     after: Sequence[str],
     services: JobServices,
 ) -> tuple[JobRow, ArtifactRow]:
-    """The rows of a job that nobody has begun. Blocks: reads its model.
-
-    `population`: how many silos there are for it; `spent`: what they bear already; `after`: the identifiers
-    of the jobs that it comes after. Raises ConfigError or PrivacyError for a job that cannot work.
-    """
+    """Blocks: reads its model. `population`: how many silos there are for it; `spent`: what they bear."""
     path = services.artifacts.path(submission.model)
     try:
         layout = layout_of(submission.model, services)

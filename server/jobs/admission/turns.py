@@ -94,7 +94,7 @@ class Turns:
         )
 
     def _contenders(self) -> list[Contender]:
-        found = (self._contender(runner, self._clock()) for runner in self._runners())
+        found = (self._contender(runner) for runner in self._runners())
         return [each for each in found if each is not None]
 
     def _schedule(self, contenders: list[Contender], now: float) -> list[Standing]:
@@ -143,13 +143,8 @@ class Turns:
             elif isinstance(outcome, BaseException):
                 raise outcome
 
-    def _contender(self, runner: JobRunner, now: float) -> Contender | None:
-        blocked = ""
-        if runner.waits:
-            blocked = self._unmet(runner)
-            if not blocked and runner.job.queue.earliest > now:
-                blocked = f"it begins at {runner.job.queue.start}"
-        return runner.contender(blocked)
+    def _contender(self, runner: JobRunner) -> Contender | None:
+        return runner.contender(self._unmet(runner) if runner.waits else "")
 
     def _unmet(self, runner: JobRunner) -> str:
         """Which job this one still comes after; "" for none."""

@@ -90,6 +90,18 @@ def test_a_job_that_cannot_begin_keeps_nobody_from_it() -> None:
     assert (found["a"].reason, found["b"].verdict) == ("held by olga", "begins")
 
 
+def test_a_job_that_begins_later_keeps_nobody_and_gains_nothing_until_then() -> None:
+    later = contender("a", "x", earliest=9 * HOUR, priority=9)
+    found = decided(later, contender("b", "x", since=5.0))
+    assert (found["b"].verdict, found["a"].verdict, found["a"].expected) == ("begins", "waits", 9 * HOUR)
+    assert found["a"].reason == "it begins at 1970-01-01 09:00:00+00:00"
+    # It has not waited yet when its time comes.
+    assert replace(later, priority=0).level(9 * HOUR, HOUR) == 0
+    assert verdicts(replace(later, priority=0), contender("b", "x", since=8 * HOUR), now=9 * HOUR).startswith(
+        "b"
+    )
+
+
 def test_a_silo_that_has_less_than_it_gave_away_gets_it_back_from_the_lowest() -> None:
     turns = [contender(name, "x", turn=True, priority=p) for name, p in (("a", 1), ("b", 0), ("c", 2))]
     found = decided(*turns, x={"jobs": 2.0})
@@ -163,6 +175,9 @@ def worlds(draw: st.DrawFn) -> tuple[list[PlayedJob], dict[str, dict[str, float]
                 draw(st.sampled_from("pqr")),
                 demand,
                 known=draw(st.booleans()),
+                earliest=draw(st.sampled_from([0.0, 3 * HOUR])),
+                every=HOUR,
+                runs=draw(st.sampled_from([1, 1, 2])),
             )
             jobs.append(job)
     return jobs, capacities
@@ -184,10 +199,19 @@ def test_no_silo_is_given_away_twice_nobody_waits_for_nothing_and_all_jobs_end_a
     assert all(job.ended is not None for job in played.jobs.values()), (
         "a job starved, or two wait for each other"
     )
-    work = sum(job.rounds * job.seconds for job in jobs)
+    assert len(played.jobs) == sum(job.runs for job in jobs)
+    work = sum(job.rounds * job.seconds * job.runs for job in jobs)
     last = max((job.ended or 0.0 for job in played.jobs.values()), default=0.0)
-    idle_steps = HOUR * (len(jobs) + 1)
-    assert last <= max((job.at for job in jobs), default=0.0) + work + idle_steps
+    idle_steps = HOUR * (2 * len(played.jobs) + 1)
+    assert last <= max((max(job.at, job.earliest) for job in jobs), default=0.0) + work + idle_steps
+    for job in played.jobs.values():
+        # Of one series no two runs overlap, and each begins at a time of its own.
+        base, _, number = job.name.partition("#")
+        before = played.jobs.get(base if number == "2" else f"{base}#{int(number or 0) - 1}")
+        if number and before is not None:
+            assert before.ended is not None
+            assert job.began is not None
+            assert before.ended < job.earliest <= before.ended + HOUR
 
 
 @settings(max_examples=200, deadline=None)
@@ -203,6 +227,8 @@ def test_a_promise_is_kept_where_all_take_as_long_as_is_expected_of_them(
             priority=0,
             project="p",
             known=True,
+            earliest=0.0,
+            runs=1,
         )
         for number, job in enumerate(world[0])
     ]
