@@ -7,9 +7,12 @@ blobs     safetensors files: named tensors
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import socket
 import struct
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,11 +26,25 @@ class PeerGone(Exception):
     """The process at the other end has ended."""
 
 
-class Channel:
-    """One end of the connection between a simulation and one worker."""
+Message = tuple[dict[str, Any], list[dict[str, Tensor]], list[int]]
 
-    def __init__(self, connection: socket.socket) -> None:
+
+class Channel:
+    """One end of the connection between a simulation and one worker.
+
+    Both may send more at once than the connection holds. One end `yields`: while the other does not read, it
+    takes in what the other sends and keeps it for `receive`. Else each could wait for the other to read.
+    """
+
+    def __init__(self, connection: socket.socket, *, yields: bool = False) -> None:
         self.connection = connection
+        self._yields = yields
+        self._kept: deque[Message] = deque()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a message is there that `receive` gives without waiting, though nothing can be read."""
+        return bool(self._kept)
 
     def fileno(self) -> int:
         """Gives the socket's descriptor, by which `select` waits for it."""
@@ -44,13 +61,29 @@ class Channel:
             if descriptors:
                 socket.send_fds(self.connection, [start], list(descriptors))
             else:
-                self.connection.sendall(start)
-            self.connection.sendall(b"".join([header, *blobs]))
+                self._write(start)
+            self._write(b"".join([header, *blobs]))
         except (BrokenPipeError, ConnectionResetError) as error:
             raise PeerGone from error
 
-    def receive(self, descriptors: int = 0) -> tuple[dict[str, Any], list[dict[str, Tensor]], list[int]]:
+    def receive(self, descriptors: int = 0) -> Message:
         """The next message, its tensors, and file descriptors if so many may come. Raises PeerGone."""
+        return self._kept.popleft() if self._kept else self._read(descriptors)
+
+    def _write(self, data: bytes) -> None:
+        if not self._yields:
+            self.connection.sendall(data)
+            return
+        left = memoryview(data)
+        while left:
+            readable, writable, _ = select.select([self.connection], [self.connection], [])
+            if writable:
+                with contextlib.suppress(BlockingIOError):
+                    left = left[self.connection.send(left, socket.MSG_DONTWAIT) :]
+            elif readable:
+                self._kept.append(self._read(0))
+
+    def _read(self, descriptors: int) -> Message:
         try:
             received: list[int] = []
             if descriptors:

@@ -264,6 +264,8 @@ class Processes:
     def _readable(self, wait: bool) -> list[_Worker]:
         if not self._workers:
             return []
+        if kept := [worker for worker in self._workers if worker.channel.keeps]:
+            return kept
         channels = {worker.channel.fileno(): worker for worker in self._workers}
         ready, _, _ = select.select(channels, [], [], None if wait else 0)
         return [channels[number] for number in ready]
@@ -332,7 +334,7 @@ class Processes:
             raise ResourceError(f"no worker process could be started: {error}") from error
         finally:
             theirs.close()
-        worker = _Worker(number, process, Channel(ours))
+        worker = _Worker(number, process, Channel(ours, yields=True))
         with contextlib.suppress(PeerGone):
             worker.channel.send(start_message(self.world, self._inner, self._device_of(number), self._budget))
         return worker

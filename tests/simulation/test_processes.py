@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from roundtable.core.errors import ConfigError, TaskError
 from roundtable.simulation import simulate
 from roundtable.simulation.backends import processes
+from roundtable.simulation.backends.frames import Channel
 from roundtable.simulation.backends.processes import Processes
 
 
@@ -129,3 +132,37 @@ def test_nothing_is_left_behind(run):
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
     assert not any(processes._COMMAND.encode() in command for command in commands)
+
+
+@pytest.mark.timeout(60)
+def test_two_that_send_more_than_a_connection_holds_do_not_wait_for_each_other():
+    ours, theirs = socket.socketpair()
+    mine, other = Channel(ours, yields=True), Channel(theirs)
+    large = torch.arange(1 << 20, dtype=torch.float32)
+    heard = []
+
+    def worker():
+        for number in range(3):
+            other.send({"answer": number}, [{"state": large}])
+        heard.extend(other.receive()[0]["order"] for _ in range(2))
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    for number in range(2):
+        mine.send({"order": number}, [{"state": large}])
+    thread.join()
+    assert heard == [0, 1]
+    answers = [mine.receive() for _ in range(3)]
+    assert [message["answer"] for message, _, _ in answers] == [0, 1, 2]
+    assert all(torch.equal(tensors[0]["state"], large) for _, tensors, _ in answers)
+    assert not mine.keeps
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_clients_that_keep_much_go_through_workers(run):
+    """What each keeps, 1.3 MB, travels both ways between a worker and the simulation, at the same time."""
+    settings = {"algorithm__name": "ditto", "algorithm__pull": 0.1, "cohort__size": 8}
+    reference = run("Wide", **settings)
+    result = run("Wide", **settings, simulation__backend="processes", simulation__workers=2)
+    assert torch.equal(result.model.vector, reference.model.vector)

@@ -50,6 +50,13 @@ class Perceptron(Images):
         return nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.LayerNorm(width), nn.Linear(width, 3))
 
 
+class Wide(Perceptron):
+    """So many weights that what a client keeps of them is more than a socket holds."""
+
+    def __init__(self) -> None:
+        super().__init__(20_000)
+
+
 class Dropout(Images):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3))
