@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -27,7 +28,10 @@ from typing import Any
 import compression_accuracy
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from roundtable.cluster.stepping.factored_gradients import FactoredGradients
+from roundtable.core import Layout
 from roundtable.core.encodings import StreamKey, get_encoding
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,9 +62,13 @@ OTHERS = (
     "minmax(bits=8)",
     "topk(ratio=0.05) | int8",
     "randomk(ratio=0.1)",
+    "lowrank(rank=4)",
 )
 
+REDUCED = "powersgd(rank=4), among ranks"
+
 RIVALS = {
+    "torch PowerSGD hook": REDUCED,
     "bitsandbytes 8 bit": "int8(block=256)",
     "bitsandbytes NF4": "nf4(block=64)",
     "bitsandbytes FP4": "fp4(block=64)",
@@ -78,9 +86,14 @@ def update(elements: int) -> torch.Tensor:
     return torch.randn(elements, generator=torch.Generator().manual_seed(1)).pow_(3).mul_(1e-4)
 
 
+def layout_of(values: torch.Tensor) -> Layout:
+    """One square matrix."""
+    return Layout.of({"w": values.view(math.isqrt(len(values)), -1)})
+
+
 def drained(chain: str, values: torch.Tensor) -> Work:
     """Encodes and lets each block go, as a stream does."""
-    encoding = get_encoding(chain)
+    encoding = get_encoding(chain).over(layout_of(values))
 
     def work() -> None:
         for _ in encoding.encode(values, KEY):
@@ -91,7 +104,7 @@ def drained(chain: str, values: torch.Tensor) -> Work:
 
 def decoded(chain: str, values: torch.Tensor) -> Work:
     """Decodes into memory that is there."""
-    encoding, out = get_encoding(chain), torch.empty_like(values)
+    encoding, out = get_encoding(chain).over(layout_of(values)), torch.empty_like(values)
     data = b"".join(bytes(block) for block in encoding.encode(values, KEY))
     return lambda: encoding.decode(data, out, KEY)
 
@@ -111,11 +124,62 @@ def peers(values: torch.Tensor) -> Iterator[tuple[str, Work]]:
     yield "torch.topk", lambda: torch.topk(values.abs(), k, sorted=False)
     array = values.numpy()
     yield "numpy.partition", lambda: np.argpartition(np.abs(array), len(array) - k)[-k:]
-    for offered in (_bitsandbytes, _zstd, _nvflare):
+    for offered in (_powersgd, _bitsandbytes, _zstd, _nvflare):
         try:
             yield from offered(values)
         except Exception as error:  # noqa: BLE001 (what a peer fails with here is a finding)
             print(f"{offered.__name__[1:]}: left out: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _powersgd(values: torch.Tensor) -> Iterator[tuple[str, Work]]:
+    """A step's reduction of one matrix on one rank, by what the ranks of a silo's cluster use, and by torch's
+    hook for DDP: factors, sums, product and what error feedback keeps."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    gradient = values.clone().view(math.isqrt(len(values)), -1)
+    parameter = torch.nn.Parameter(torch.empty_like(gradient))
+    ours = FactoredGradients({parameter: "w"}, dist.group.WORLD, 4)
+    state = hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    state.iter = 2
+    bucket: Any = _Bucket(parameter, gradient)
+
+    def fresh() -> None:
+        gradient.view(-1).copy_(values)
+
+    def reduce() -> None:
+        fresh()
+        ours.reduce([(parameter, gradient)])
+
+    def reduce_by_torch() -> None:
+        fresh()
+        hook.powerSGD_hook(state, bucket).wait()
+
+    yield REDUCED, reduce
+    yield "torch PowerSGD hook", reduce_by_torch
+
+
+class _Bucket:
+    """What DDP gives a hook: a bucket with one gradient."""
+
+    def __init__(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        self._held = parameter, gradient
+
+    def buffer(self) -> torch.Tensor:
+        return self._held[1].view(-1)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self._held[1]]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self._held[0]]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
 
 
 def _bitsandbytes(values: torch.Tensor) -> Iterator[tuple[str, Work]]:
@@ -191,11 +255,17 @@ SLOW = 3.0
 def speed(options: argparse.Namespace) -> dict[str, Any]:
     """Ours with kernels, and without in a process of its own; peers."""
     torch.set_num_threads(1)
-    values = update(options.elements)
+    elements = math.isqrt(options.elements) ** 2
+    values = update(elements)
+
+    def asked(works: Iterator[tuple[str, Work]]) -> list[tuple[str, Work]]:
+        only = ("memcpy", *options.only) if options.only else ("",)
+        return [(name, work) for name, work in works if any(word in name for word in only)]
+
+    beside = [] if options.own or (options.eager and not options.only) else asked(peers(values))
+    found = measured([*asked(own(values)), *beside], elements, options.repeats)
     if options.eager:
-        return measured(list(own(values)), options.elements, options.repeats)
-    works = [*own(values), *([] if options.own else peers(values))]
-    compiled = measured(works, options.elements, options.repeats)
+        return found
     command = [
         sys.executable,
         __file__,
@@ -206,12 +276,12 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
         str(min(3, options.repeats)),
     ]
     child = subprocess.run(
-        [*command, "--elements", str(options.elements)],
+        [*command, "--elements", str(elements), *(["--only", *options.only] if options.only else [])],
         env={**os.environ, "ROUNDTABLE_KERNELS": "off"},
         stdout=subprocess.PIPE,
         check=True,
     )
-    return {"compiled": compiled, "eager": json.loads(child.stdout)}
+    return {"compiled": found, "eager": json.loads(child.stdout)}
 
 
 def speed_table(found: dict[str, Any]) -> str:
@@ -237,7 +307,20 @@ def speed_table(found: dict[str, Any]) -> str:
             f"| `{chain.replace('|', '&#124;')}` | {mine:.1f} | {mine / copy:.2f} | {said} | {back:.1f} "
             f"| {slow:.2f}, {slow_back:.2f} | {'; '.join(rivals)} |"
         )
+    if REDUCED in compiled:
+        mine = compiled[REDUCED]["GB/s"]
+        rival = _rival(compiled, "torch PowerSGD hook")
+        lines.append(f"| `{REDUCED}` | {mine:.1f} | {mine / copy:.2f} | | | | {rival} |")
     return "\n".join(lines)
+
+
+def speed_list(found: dict[str, Any]) -> str:
+    """What was asked for with --only, a line each."""
+    return "\n".join(
+        f"{kind}: {name}: {figures['GB/s']:.2f} GB/s"
+        for kind, contestants in found.items()
+        for name, figures in contestants.items()
+    )
 
 
 def _rival(compiled: dict[str, dict[str, float]], name: str) -> str:
@@ -299,7 +382,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mnist", type=Path, help="accuracy: MNIST as an .npz file; without it that task is left out"
     )
-    parser.add_argument("--only", nargs="*", default=[], help="accuracy: these tasks alone")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="accuracy: these tasks; speed: contestants with these words"
+    )
     parser.add_argument(
         "--runs", type=Path, default=RUNS, help="accuracy: finished runs, which are not made again"
     )
@@ -312,7 +397,8 @@ def main() -> None:
     options = arguments()
     if options.what == "speed":
         found = speed(options)
-        print(json.dumps(found) if options.json else speed_table(found))
+        shown = speed_list if options.only else speed_table
+        print(json.dumps(found) if options.json else shown(found))
         return
     if options.what == "sizes":
         counted = sizes()

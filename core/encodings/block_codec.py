@@ -37,8 +37,8 @@ class BlockCodec(Codec):
         """Finite values [blocks, size], the first at place `at`, as bytes [blocks, block_size]."""
 
     @abstractmethod
-    def from_rows(self, raw: Tensor, size: int) -> Tensor:
-        """The values [blocks, size] of such bytes; EncodingError for what no encoder writes."""
+    def from_rows(self, raw: Tensor, out: Tensor) -> None:
+        """Decodes such bytes into `out` [blocks, size]; EncodingError for what no encoder writes."""
 
     @override
     def size(self, count: int) -> int:

@@ -112,14 +112,14 @@ class BlockIntegers(BlockCodec):
         return scales, q.clamp(-self.levels, self.levels).to(torch.int8)
 
     @override
-    def from_rows(self, raw: Tensor, size: int) -> Tensor:
+    def from_rows(self, raw: Tensor, out: Tensor) -> None:
         scales = read_scales(raw, self.wide, self.levels)
-        codes = unpack(raw[:, 4 if self.wide else 2 :], size, self.bits)
+        codes = unpack(raw[:, 4 if self.wide else 2 :], out.shape[1], self.bits)
         q = codes.view(torch.int8) if self.bits == 8 else codes.to(torch.int8) - (1 << self.bits - 1)
         # Both ends and no comparison of each, which takes torch ten times as long.
         if any(abs(int(end)) > self.levels for end in torch.aminmax(q)):
             raise EncodingError(FLAWS[2])
-        return q.float() * scales[:, None]
+        torch.mul(q.float(), scales[:, None], out=out)
 
 
 class Qsgd(BlockIntegers):

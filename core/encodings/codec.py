@@ -23,6 +23,8 @@ from roundtable.core.encodings.encoding import (
     check_vector,
 )
 
+_AT_A_TIME = 32 * GRID
+
 
 class Codec(ABC):
     """Writes values unit by unit: `unit` values are `size(unit)` bytes, and the last unit may be shorter.
@@ -86,6 +88,6 @@ class CodecReader:
         self._source = source
 
     def read(self, out: Tensor) -> None:
-        for first in range(0, len(out), 8 * GRID):
-            part = out[first : first + 8 * GRID]
+        for first in range(0, len(out), _AT_A_TIME):
+            part = out[first : first + _AT_A_TIME]
             self._codec.decode(self._source.read(self._codec.size(len(part))), part)

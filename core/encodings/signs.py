@@ -54,7 +54,7 @@ class Signs(BlockCodec):
         return torch.cat((scale_bytes(scales, self.wide), pack_bits(~torch.signbit(block))), 1)
 
     @override
-    def from_rows(self, raw: Tensor, size: int) -> Tensor:
+    def from_rows(self, raw: Tensor, out: Tensor) -> None:
         scales = read_scales(raw, self.wide)[:, None]
-        positive = unpack_bits(raw[:, 4 if self.wide else 2 :], size)
-        return torch.where(positive, scales, -scales)
+        positive = unpack_bits(raw[:, 4 if self.wide else 2 :], out.shape[1])
+        torch.where(positive, scales, -scales, out=out)

@@ -1,6 +1,6 @@
 """Blocks in torch: what the kernels do, with the same bits, for machines without a compiler and for GPUs.
 
-In pieces of 64 K values, which stay in the cache between one operation and the next.
+In pieces that stay in the cache between one operation and the next.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from torch import Tensor
 from roundtable.core.encodings.block_tables import FLAWS, SMALLEST_SCALE, refusal
 from roundtable.core.errors import EncodingError
 
-PIECE = 1 << 16
+PIECE, READ_PIECE = 1 << 16, 1 << 18
+"""Values that are written, and read, at a time: reading keeps less beside them."""
+LARGEST = 3.4e38
+"""Safely below what is infinite in float32."""
 
 ToRows = Callable[[Tensor, int], Tensor]
 """(finite values [blocks, size], place of the first) to bytes [blocks, size of a block]."""
 
-FromRows = Callable[[Tensor, int], Tensor]
-"""(bytes [blocks, size of a block], values in each) to values [blocks, size]."""
+FromRows = Callable[[Tensor, Tensor], None]
+"""Decodes bytes [blocks, size of a block] into values [blocks, size]."""
 
 
 def write_blocks(values: Tensor, first: int, unit: int, to_rows: ToRows) -> np.ndarray:
     """The bytes of blocks of `unit` values and of a shorter last one."""
     parts = []
-    for start, block in _grids(values, unit):
+    for start, block in _grids(values, unit, PIECE):
         if not all(bool(torch.isfinite(end)) for end in torch.aminmax(block)):
             raise refusal(first + start, block.numel())
         parts.append(to_rows(block, first + start).reshape(-1).cpu().numpy())
@@ -36,10 +39,10 @@ def write_blocks(values: Tensor, first: int, unit: int, to_rows: ToRows) -> np.n
 def read_blocks(data: memoryview, out: Tensor, unit: int, size: Callable[[int], int], rows: FromRows) -> None:
     """Decodes such bytes, of which a block of n values has `size(n)`; EncodingError for what is none."""
     at = 0
-    for _, block in _grids(out, unit):
+    for _, block in _grids(out, unit, READ_PIECE):
         end = at + len(block) * size(block.shape[1])
         raw = torch.frombuffer(bytearray(data[at:end]), dtype=torch.uint8).view(len(block), -1)
-        block.copy_(rows(raw, block.shape[1]))
+        rows(raw, block)
         at = end
 
 
@@ -71,6 +74,10 @@ def read_scales(raw: Tensor, wide: bool, peak: float = 1.0) -> Tensor:
     """The scales at the beginning of blocks, checked."""
     of_scale = 4 if wide else 2
     kept = raw[:, :of_scale].reshape(-1).view(torch.float32 if wide else torch.bfloat16).float()
+    # Both ends of them tell of nearly all: a comparison of each costs more than to decode a block.
+    least, most = map(float, torch.aminmax(kept))
+    if least >= SMALLEST_SCALE and most * peak < LARGEST:
+        return kept
     sound = (kept >= SMALLEST_SCALE) & torch.isfinite(kept * peak)
     if not bool((sound | (kept.view(torch.int32) == 0)).all()):
         raise EncodingError(FLAWS[1])
@@ -141,10 +148,10 @@ def norms(block: Tensor) -> Tensor:
     return (exact_sum(scaled * scaled).sqrt() * unit * (1 + 2.0**-22)).float()
 
 
-def _grids(values: Tensor, unit: int) -> Iterator[tuple[int, Tensor]]:
+def _grids(values: Tensor, unit: int, piece: int) -> Iterator[tuple[int, Tensor]]:
     """(start, blocks [n, unit]) in pieces, and the shorter last block."""
     whole = len(values) // unit * unit
-    for start in range(0, whole, PIECE):
-        yield start, values[start : min(start + PIECE, whole)].view(-1, unit)
+    for start in range(0, whole, piece):
+        yield start, values[start : min(start + piece, whole)].view(-1, unit)
     if whole < len(values):
         yield whole, values[whole:].view(1, -1)

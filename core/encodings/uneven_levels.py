@@ -70,7 +70,8 @@ class Range(BlockCodec):
         return torch.cat((head, pack(q.to(torch.uint8), self.bits)), 1)
 
     @override
-    def from_rows(self, raw: Tensor, size: int) -> Tensor:
+    def from_rows(self, raw: Tensor, out: Tensor) -> None:
+        size = out.shape[1]
         low, step = raw[:, :8].reshape(-1).view(torch.float32).view(-1, 2).unbind(1)
         sound = torch.isfinite(low + self.steps * step) & ((step >= SMALLEST_SCALE) | (step == 0))
         whole = step.contiguous().view(torch.int32), low.contiguous().view(torch.int32)
@@ -81,7 +82,7 @@ class Range(BlockCodec):
             q = (halves[:, :, 0] | halves[:, :, 1] << 8).float()
         else:
             q = unpack(raw[:, 8:], size, self.bits).float()
-        return low[:, None] + q * step[:, None]
+        torch.add(low[:, None], q * step[:, None], out=out)
 
 
 class NaturalPowers(BlockCodec):
@@ -124,9 +125,10 @@ class NaturalPowers(BlockCodec):
         return exponents + ((exponents > 0) & (draws < (words & 0x7FFFFF)))
 
     @override
-    def from_rows(self, raw: Tensor, size: int) -> Tensor:
+    def from_rows(self, raw: Tensor, out: Tensor) -> None:
+        size = out.shape[1]
         exponents, negative = raw[:, :size].to(torch.int32), unpack_bits(raw[:, size:], size)
         if bool(((exponents == 255) | (negative & (exponents == 0))).any()):
             raise EncodingError(FLAWS[2])
         values = (exponents << 23).view(torch.float32)
-        return torch.where(negative, -values, values)
+        torch.where(negative, -values, values, out=out)
