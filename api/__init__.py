@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from roundtable.loading import load_model
     from roundtable.operator import OperatorClient
     from roundtable.simulation import simulate
+    from roundtable.surveys import SurveyAnswers, analyse, load_survey
 
     __version__: str
 
@@ -67,13 +68,16 @@ __all__ = [
     "ServerAlgorithm",
     "ServerRound",
     "Site",
+    "SurveyAnswers",
     "TarShards",
     "Task",
     "Traits",
     "__version__",
+    "analyse",
     "join",
     "load_job",
     "load_model",
+    "load_survey",
     "load_task",
     "metrics",
     "simulate",
@@ -103,12 +107,15 @@ _HOMES = {
     "ServerAlgorithm": "roundtable.core.algorithms.contract",
     "ServerRound": "roundtable.core.algorithms.contract",
     "Site": "roundtable.core.task",
+    "SurveyAnswers": "roundtable.surveys",
     "TarShards": "roundtable.client.streams.tar_shards",
     "Task": "roundtable.core.task",
     "Traits": "roundtable.core.encodings.encoding",
+    "analyse": "roundtable.surveys",
     "join": "roundtable.client.join",
     "load_job": "roundtable.core.config",
     "load_model": "roundtable.loading",
+    "load_survey": "roundtable.surveys",
     "load_task": "roundtable.core.task",
     "simulate": "roundtable.simulation",
 }

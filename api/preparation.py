@@ -45,14 +45,15 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path 
     ConfigError, TaskError, EncodingError, LayoutError or PrivacyError; each says what to change.
     """
     document = job_document(path, overrides)
-    with with_place(document):
-        return _prepared(read_job(document, path.resolve().parent), path, start)
-
-
-def _prepared(job: JobConfig, path: Path, start: Path | None) -> Prepared:
     folder = path.resolve().parent
+    with with_place(document):
+        return prepare_job(read_job(document, folder), folder, start)
+
+
+def prepare_job(job: JobConfig, folder: Path, start: Path | None = None) -> Prepared:
+    """The same of a job that is read already; `folder` is where its files lie. Raises as `prepare`."""
     check_tables(job, folder)
-    task = load_task(job.task.name, path.parent, parameters=job.task.parameters, trains=False)
+    task = load_task(job.task.name, folder, parameters=job.task.parameters, trains=False)
     algorithm = make_algorithm(job.algorithm, folder)
     model = initial_model(job, task, algorithm)
     if start is not None:

@@ -23,6 +23,8 @@ from roundtable.core.paths import AnyPath
 from roundtable.core.plugins.calls import check_parameters, place_of
 from roundtable.core.plugins.doors import described, import_file, import_module
 from roundtable.core.seeds import derive_seed
+from roundtable.core.tables.silo_tables import SiloTables
+from roundtable.core.tables.table_reading import DataTable
 
 Batch = Any
 Dataset = Any
@@ -43,6 +45,19 @@ class Site:
     count: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     partition: Partition | None = None
+
+    @property
+    def tables(self) -> SiloTables:
+        """The tables that `options` describe."""
+        return SiloTables(self.options, self.index)
+
+    def table(self, name: str) -> DataTable:
+        """A table that the silo's [data.NAME] describes, all its columns: float64, NaN where a value is
+        missing, a category as the place of its value.
+
+        Raises TaskError for a table that is not described, or whose values are not as described.
+        """
+        return self.tables.read(name)
 
     def shard(self, labels: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
         """Row numbers of this site's share of a data set with these labels.
@@ -130,6 +145,8 @@ CONTEXT = "context"
 TOLD = ("loss", "metrics", "optimizer", "fit", "evaluate")
 """Methods that are told where and when they run, if they have a parameter of the name `context`."""
 ENTRY_POINTS = "roundtable.tasks"
+BUILTIN = {"analysis": "roundtable.client.analysis_task:AnalysisTask"}
+"""Tasks that come with this software."""
 _ABSENT = object()
 
 
@@ -253,6 +270,7 @@ def lacks(task: AnyTask) -> list[str]:
 
 
 def _find(reference: str, folder: Path) -> Any:
+    reference = BUILTIN.get(reference, reference)
     place, _, attribute = reference.partition(":")
     folder = folder.resolve()
     if place.endswith(".py"):

@@ -22,10 +22,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.analyses.exact_sums import LARGEST_DIGIT
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import NO_KEY, StreamKey
 from roundtable.core.encodings.sparse import RandomK
-from roundtable.core.errors import AggregationError, PrivacyError
+from roundtable.core.errors import AggregationError, InvalidUpdate, PrivacyError
 from roundtable.core.privacy_table import LARGEST_RING, DistributedLevel, Masking, masking_of
 from roundtable.core.seeds import derive_seed
 from roundtable.privacy.collusion import colluding_share
@@ -96,6 +98,7 @@ class SecureRound:
     bounds: Mapping[str, float] = field(default_factory=dict)
     sample: RandomK | None = None
     key: StreamKey = NO_KEY
+    exact: bool = False
 
     @classmethod
     def of(cls, job: JobConfig, columns: int, invited: int, round: int) -> SecureRound:
@@ -120,7 +123,13 @@ class SecureRound:
         bounds = job.evaluation.before(round)
         tested = (Metric(f"{_BEFORE}{name}", bounds[name], LARGEST_TEST) for name in sorted(bounds))
         tally = Tally.of(parameters, (Metric(_LOSS, LOSS_BOUND, bound), *tested))
-        found = cls(parameters, columns, uniform, tally, None, rotation, bounds, *drawn)
+        exact = make_algorithm(job.algorithm).composition.exact
+        if exact and masking.clip_norm < exact_norm(columns):
+            raise PrivacyError(
+                f"privacy.clip_norm = {masking.clip_norm:g}: digits of exact sums are not clipped, and their "
+                f"norm may be {exact_norm(columns):g}; `roundtable analyse` sets it"
+            )
+        found = replace(cls(parameters, columns, uniform, tally, None, rotation, bounds, *drawn), exact=exact)
         # Refused here, before a round, where the ring has no room for so many.
         _ = found.quantiser
         return found
@@ -171,7 +180,8 @@ class SecureRound:
         """A silo's vector, from its float32 update [columns]; `rounding` and `noise` are for simulations.
 
         `before` are (sum, examples) of the model that the round began with, for the names in `bounds`; a
-        name that is missing, or whose mean is not finite, adds nothing, nor does such a loss.
+        name that is missing, or whose mean is not finite, adds nothing, nor does such a loss. Where the sums
+        are `exact` the update is of digits, which are masked as they are.
 
         Raises InvalidUpdate for an update that is not finite.
         """
@@ -183,6 +193,8 @@ class SecureRound:
         bound = self.parameters.weight_bound
         weight = 1 if self.uniform else min(max(examples, 1), bound)
         tail = np.zeros(len(self._tail), dtype=np.uint32)
+        if self.exact:
+            return self._digits(update, tail)
         source = QuantisedUpdate(update, weight, self.quantiser, tail, rounding, self._rotate)
         counters = {"weight": weight, "examples": examples, "clipped": int(source.clipped)}
         means = {f"{_BEFORE}{name}": (s / n, n) for name, (s, n) in (before or {}).items() if n > 0}
@@ -208,7 +220,10 @@ class SecureRound:
                 f"{silos} silos give a total weight of {weight}, which no honest silos can: one of them "
                 "submitted something else than an update"
             )
-        mean = torch.from_numpy(self.quantiser.decode_mean(total[: self.values], weight))
+        if self.exact:
+            mean = torch.from_numpy((total[: self.columns] / weight).astype(np.float32))
+        else:
+            mean = torch.from_numpy(self.quantiser.decode_mean(total[: self.values], weight))
         if self.rotation:
             Rotation(self.rotation, self.values).back(mean)
         training = {"loss": metrics.pop(_LOSS)} if _LOSS in metrics else {}
@@ -221,6 +236,14 @@ class SecureRound:
         """The mean [columns] that one of the values that were sent stands for."""
         return mean if self.sample is None else self.sample.spread(mean, self.columns, self.key)
 
+    def _digits(self, update: npt.NDArray[np.float32], tail: Ring) -> VectorSource:
+        """Whole numbers as they are, each small enough that all silos' add up within the ring."""
+        digits = np.asarray(update).astype(np.uint32)
+        if not ((digits == update) & (digits <= LARGEST_DIGIT)).all():
+            raise InvalidUpdate("range", "exact sums are masked as digits, and these are other numbers")
+        tail[:] = self._tail.encode({"weight": 1, "examples": 1, "clipped": 0})
+        return ArraySource(np.concatenate([digits, tail]))
+
     @property
     def _rotate(self) -> Rotate | None:
         if not self.rotation:
@@ -232,6 +255,11 @@ class SecureRound:
     def _tail(self) -> Tally:
         assert self.tally is not None
         return self.tally
+
+
+def exact_norm(columns: int) -> float:
+    """The largest L2 norm of so many digits of exact sums."""
+    return math.sqrt(columns) * LARGEST_DIGIT
 
 
 def largest_weight(invited: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import click
 
+from roundtable.cli.analyse import analyse
 from roundtable.cli.completion import completion
 from roundtable.cli.coordinator.audit import audit, model
 from roundtable.cli.coordinator.audit_archives import archive
@@ -73,6 +74,7 @@ def cli(verbose: bool) -> None:
 
 
 for command in (
+    analyse,
     backup,
     restore,
     audit,

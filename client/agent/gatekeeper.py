@@ -20,6 +20,7 @@ from roundtable.client.agent.spool import Finished
 from roundtable.client.door.incoming import ExchangeWork, Receipt, StepInstruction, SubmissionProof
 from roundtable.client.door.outgoing import ProgressFigures, UpdateFigures, receipt_statement, sign_update
 from roundtable.client.failures import WorkFailed
+from roundtable.client.policy.analysis_rules import asked_in, too_many_today
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
 from roundtable.client.policy.privacy_rules import objections_to_sum
@@ -80,6 +81,7 @@ class Gatekeeper:
             known = self._known(step, instruction, job)
             reasons = self.rules.objections(job, known.submitter or None, datetime.now())
             reasons += self._to_sum(known, job)
+            reasons += too_many_today(self._config.policy.analyses, job, known, self._jobs)
             reasons += self._to_decision(known, bool(reasons))
             reasons += self._to_step(step, instruction, job, known)
             if self._jobs.get(known.id) is None:
@@ -132,6 +134,12 @@ class Gatekeeper:
         """What goes with an update: an example count of 1 and nothing else where that may not be told."""
         figures = UpdateFigures(trained.examples, self.rules.leaving(trained.metrics), trained.writing)
         return tell(job.privacy, Tells.SILO, figures, UpdateFigures(1))
+
+    def answered(self, step: StepKey, job: JobConfig, trained: TrainedUpdate) -> None:
+        """Writes down what an analysis asked, and as what the answer leaves; nothing for any other job."""
+        if (asked := asked_in(job)) is not None:
+            left = {"sums": trained.digest, "size": trained.size}
+            self.silo_log.note(self.name, "answered", step.job, round=step.round, **asked, **left)
 
     def working(self, job: JobConfig, seen: ProgressFigures) -> Told[ProgressFigures] | None:
         """How far training or evaluating is; None where it stays here, as it holds counts and the loss."""

@@ -198,6 +198,8 @@ class StepWorker:
         _log.info("%s: training", step, extra=about(step))
         self._report(step, "training")
         trained = await self._trainer.train(work, partial(self._progressed, work, "training"))
+        with refusing():
+            await asyncio.to_thread(self._gate.answered, step, work.job, trained)
         await self._models.check(work.model)
         _log.info(
             "%s: trained on %d examples in %.2f s%s",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from roundtable.client.policy.analysis_rules import AnalysesTable
 from roundtable.core.bounds import DIGEST
 from roundtable.core.quantities import parse_size
 from roundtable.core.toml_tables import Seconds, Table
@@ -111,6 +112,10 @@ class PolicyTable(Table):
     )
     metrics_digits: int | None = Field(
         None, ge=0, le=12, description="decimals to which the mean of each metric is rounded before it leaves"
+    )
+
+    analyses: AnalysesTable = Field(
+        default_factory=AnalysesTable, description="what may be asked of the tables of [data]"
     )
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from roundtable.client.policy.analysis_rules import analysis_objections
 from roundtable.client.policy.policy_table import PolicyTable, TaskTable, hours_of
 from roundtable.client.policy.privacy_rules import privacy_objections
 from roundtable.core.config import JobConfig
@@ -51,6 +52,7 @@ class Rules:
             *self._to_size(job),
             *self._to_encoding(job),
             *privacy_objections(self.policy, job),
+            *analysis_objections(self.policy.analyses, job),
             *self._to_time(now),
         ]
 

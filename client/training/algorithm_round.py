@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,13 @@ class AlgorithmRound:
         self._put_places(sent, row)
         return {_PREFIX + name: value for name, value in sent.kept.items()}
 
+    def answer(self, data: Any, row: Tensor) -> dict[str, Tensor]:
+        """In the place of training: `row` [layout.sent.size] receives what is sent; gives what is kept."""
+        sent = self.algorithm.answer(self.round, data)
+        row[: self._layout.model.size].copy_(sent.update)
+        self._put_places(sent, row)
+        return {_PREFIX + name: value for name, value in sent.kept.items()}
+
     def _put_places(self, sent: Sent, row: Tensor) -> None:
         places = self._layout.sent.places
         if set(sent.up) != set(places):
@@ -141,6 +149,7 @@ def begun(
     """The round as its hooks see it."""
     layout, algorithm = work.layout, work.rules()
     return ClientRound(
+        alone=work.alone,
         context=context,
         step=algorithm.step(),
         rate=work.job.algorithm.rate(work.round),

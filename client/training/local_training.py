@@ -75,7 +75,9 @@ def train(
     _check_divisible(task, by_example, execution)
     seed = derive_seed(work.job.seed, work.round, work.client, "training")
     with isolated_randomness(seed, torch.device(execution.device)):
-        if isinstance(task, ArrayTask):
+        if work.rules().answers:
+            update = _answered(data, work, execution, context)
+        elif isinstance(task, ArrayTask):
             update = _train_arrays(in_context(task, context), model, data, work, execution, seed)
         else:
             update = _train_module(task, module_of(model), data, work, execution, context)
@@ -209,6 +211,13 @@ def _train_arrays(
     mine = {spec.name: state[spec.name] for spec in layout.tensors if spec.rule == "local"}
     loss = metrics["loss"][0] / examples if "loss" in metrics else math.nan
     return LocalUpdate(delta, examples, 1, loss, metrics, mine)
+
+
+def _answered(data: Any, work: LocalWork, execution: Execution, context: Context) -> LocalUpdate:
+    """What an algorithm that does not train makes of the data; of how many they are, nothing is told."""
+    row = torch.empty(work.layout.sent.size) if execution.out is None else execution.out
+    kept = AlgorithmRound(work, context, ()).answer(data, row)
+    return LocalUpdate(row, 1, 1, math.nan, {}, kept)
 
 
 def _protected(update: LocalUpdate, job: JobConfig, protection: Protection | None) -> LocalUpdate:

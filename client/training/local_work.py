@@ -33,7 +33,7 @@ class LocalWork:
 
     `local` are the tensors that the client keeps between rounds: its own with rule `local`, its optimizer's
     and its algorithm's; where it has none yet, those in the model serve. `algorithm` None: the one that the
-    job names, which is then no file.
+    job names, which is then no file. `alone`: whether others see the update as this client's own.
     """
 
     job: JobConfig
@@ -43,6 +43,7 @@ class LocalWork:
     client: str
     local: Mapping[str, Tensor] | None = None
     algorithm: ClientAlgorithm | None = None
+    alone: bool = False
 
     def rules(self) -> ClientAlgorithm:
         """The algorithm that the client trains by."""

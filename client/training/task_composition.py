@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from roundtable.client.analysis_task import AnalysisTask
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
@@ -14,6 +15,11 @@ _OF_SGD = ("learning_rate", "momentum", "weight_decay")
 def check_task_with(algorithm: ClientAlgorithm, task: AnyTask, layout: Layout) -> None:
     """Raises ConfigError, naming the algorithm, for a task whose training it could not change as it must."""
     said, kind = f"algorithm {algorithm.table.name!r}", type(task).__name__
+    if algorithm.answers != isinstance(task, AnalysisTask):
+        raise ConfigError(
+            f'{said} and {kind}: task = "analysis" and name = "analysis" go together, and neither with '
+            "anything else; `roundtable analyse` writes such a job"
+        )
     buffers = [spec.name for spec in layout.averaged if spec.kind == "buffer"]
     if buffers and not algorithm.composition.averaged_buffers:
         raise ConfigError(

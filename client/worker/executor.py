@@ -38,6 +38,7 @@ from roundtable.core.failpoints import failpoint
 from roundtable.core.initial_model import whole_model
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
+from roundtable.core.privacy_table import masking_of
 from roundtable.core.task import AnyTask, Site, initial_state, load_task
 
 log = logging.getLogger("roundtable.worker")
@@ -117,6 +118,7 @@ class Executor:
                 self.settings.client,
                 start.local if local is None else local,
                 warm.algorithm,
+                alone=masking_of(warm.config.privacy) is None,
             ).of_steps(order.steps),
             Execution(
                 device=self.device,

@@ -67,7 +67,8 @@ class Composition:
     many. `unequal_steps`: whether slow clients may take fewer steps without a bias towards the others.
     `adaptive_clipping`: whether updates may be clipped to a norm that clients do not know before, or by
     layer. The rest: `buffered` rounds, tasks without gradients (ArrayTask). `one_by_one`: a round asks one
-    client, in turn. `task_method`: what the task must have beside its own.
+    client, in turn. `exact`: updates are digits, of which nothing may be rounded, clipped or left out, and
+    all clients are in every round. `task_method`: what the task must have beside its own.
     """
 
     levels: frozenset[str] = frozenset({"none"})
@@ -86,6 +87,7 @@ class Composition:
     buffered: bool = False
     arrays: bool = False
     one_by_one: bool = False
+    exact: bool = False
     task_method: str = ""
     reason: str = ""
 
@@ -99,7 +101,9 @@ class ClientRound:
     lie. `measure` gives (mean loss, gradient [d]) over all training examples at the weights as they are, for
     an algorithm that declares `measures`. bound: the norm to which all that a client sends is clipped by the
     job, None where it is not. `tune(module, steps, rate)` takes steps of plain SGD with the job's
-    batches on a module; in an evaluation alone. scratch: what hooks hand to later hooks of the same round.
+    batches on a module; in an evaluation alone. alone: whether others see what
+    this client sends as its own, as at a silo without masks. scratch: what hooks hand to later hooks of the
+    same round.
     """
 
     context: Context
@@ -113,6 +117,7 @@ class ClientRound:
     measure: Callable[[], tuple[float, Tensor]] | None = None
     tune: Callable[[nn.Module, int, float], None] | None = None
     bound: float | None = None
+    alone: bool = False
     scratch: dict[str, Any] = field(default_factory=dict)
 
     def on_trained(self, values: Tensor) -> Tensor:
@@ -183,6 +188,7 @@ class ClientAlgorithm:
     places: tuple[AlgorithmPlace, ...] = ()
     composition: Composition = Composition()
     measures: bool = False
+    answers: bool = False
 
     def __init__(self, table: AlgorithmTable) -> None:
         self.table = table
@@ -217,6 +223,10 @@ class ClientAlgorithm:
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
         """After the last step: `update` is local − global [d] of so many steps."""
         return Sent(update)
+
+    def answer(self, round: ClientRound, data: Any) -> Sent:
+        """In the place of training, where it `answers`: what a client sends of its data, the task's own."""
+        raise NotImplementedError
 
     def before_evaluation(self, round: ClientRound, module: nn.Module) -> None:
         """With the global model in `module`, before it is evaluated at the client."""
@@ -272,11 +282,15 @@ class ServerRound:
 
 @dataclass(frozen=True)
 class Moved:
-    """What the server makes of a round: the new model [d], what the places hold next, and its state."""
+    """What the server makes of a round: the new model [d], what the places hold next, and its state.
+
+    `told` are figures for the round's record, as (sum, count) by name, which `[stop]` may watch.
+    """
 
     model: Tensor
     places: Mapping[str, Tensor] = field(default_factory=dict)
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    told: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 class ServerAlgorithm:

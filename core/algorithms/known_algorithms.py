@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from roundtable.core.algorithms.analysis import Analysis
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.cyclic import Cyclic
 from roundtable.core.algorithms.fedavg import FedAvg
@@ -53,6 +54,7 @@ _HOOKS = {
     "before_gradient": ("work",),
     "after_gradient": ("work",),
     "end": ("round", "update", "steps"),
+    "answer": ("round", "data"),
     "before_evaluation": ("round", "module"),
 }
 
@@ -78,6 +80,8 @@ BUILTINS: Mapping[str, type[ClientAlgorithm]] = {
     "lg_fedavg": LgFedAvg,
     "fedbn": FedBn,
 }
+"""The algorithms that train."""
+_ALL = {**BUILTINS, "analysis": Analysis}
 
 
 class UnreadTable(AlgorithmTable):
@@ -124,7 +128,7 @@ def same_layouts(one: AlgorithmTable, other: AlgorithmTable) -> bool:
 
 def find_algorithm(name: str, folder: Path | None = None) -> type[ClientAlgorithm]:
     """The class of this name. Raises ConfigError where there is none, or where it is none."""
-    kind = resolve("algorithm", name, BUILTINS, ENTRY_POINTS, folder)
+    kind = resolve("algorithm", name, _ALL, ENTRY_POINTS, folder)
     if not (isinstance(kind, type) and issubclass(kind, ClientAlgorithm)):
         raise ConfigError(
             f"algorithm {name!r}{place_of(kind)} is not a subclass of roundtable.ClientAlgorithm"

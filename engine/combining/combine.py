@@ -161,19 +161,19 @@ def combine(
         case _, Mean():
             divisor = received.divisor or present
     exact = model if state.exact is None else state.exact
-    optimizer, vector = ServerStep(
+    optimizer, vector, told = ServerStep(
         plan, exact, delta.vector, round, present, max(population, math.ceil(present)), divisor, work
     ).take(state.optimizer)
     if not is_finite(vector):
         raise AggregationError(
             "the new model is not finite although the aggregate is: lower the server's learning rate"
         )
-    after = replace(delta.state, optimizer=optimizer)
+    account = replace(delta.account, training={**delta.account.training, **told}) if told else delta.account
     if plan.down is None:
-        return Combined(vector, after, delta.account)
-    after = replace(after, exact=vector)
+        return Combined(vector, replace(delta.state, optimizer=optimizer), account)
+    after = replace(delta.state, optimizer=optimizer, exact=vector)
     held, data = publish(plan.down, model, vector, after)
-    return Combined(held, after, delta.account, data)
+    return Combined(held, after, account, data)
 
 
 def _estimated(delta: _Delta, received: Received, state: ServerState) -> _Delta:

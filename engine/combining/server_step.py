@@ -6,7 +6,7 @@ part of it; only here are they told apart. Its server's state is a part of the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,13 +51,15 @@ class ServerStep:
     divisor: float
     work: Sequence[ClientShare] = ()
 
-    def take(self, state: OptimizerState) -> tuple[OptimizerState, Tensor]:
-        """The state and the vector after the round."""
+    def take(self, state: OptimizerState) -> tuple[OptimizerState, Tensor, Mapping[str, tuple[float, int]]]:
+        """The state and the vector after the round, and what the algorithm tells of it."""
         if self.plan.server is None:
-            return self.plan.optimizer.apply(state, self.vector, self.update, self.round - 1)
+            return *self.plan.optimizer.apply(state, self.vector, self.update, self.round - 1), {}
         return self._by_algorithm(self.plan.server, state)
 
-    def _by_algorithm(self, server: ServerPart, state: OptimizerState) -> tuple[OptimizerState, Tensor]:
+    def _by_algorithm(
+        self, server: ServerPart, state: OptimizerState
+    ) -> tuple[OptimizerState, Tensor, Mapping[str, tuple[float, int]]]:
         size = server.model_size(self.vector.numel())
         places = server.slices(size)
         after = OptimizerState(
@@ -101,4 +103,4 @@ class ServerStep:
         for name, place in places.items():
             result[place] = moved.places[name].reshape(-1)
         own = {_STATE + name: value for name, value in moved.state.items()}
-        return OptimizerState({**after.vectors, **own}, after.scalars), result
+        return OptimizerState({**after.vectors, **own}, after.scalars), result, moved.told

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from roundtable.core.algorithms.contract import AlgorithmPlace, ClientAlgorithm
+from roundtable.core.analyses.exact_sums import MOST_SILOS
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
-from roundtable.core.privacy_table import ClientLevel, ExampleLevel, NoPrivacy, masking_of
+from roundtable.core.privacy_table import LARGEST_RING, ClientLevel, ExampleLevel, NoPrivacy, masking_of
 
 
 def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
@@ -55,6 +56,8 @@ def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
 
 def _check_round(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
     """What happens around the training of a round."""
+    if algorithm.composition.exact:
+        check_exact(job, said)
     composition, cohort = algorithm.composition, job.cohort
     if masking_of(job.privacy) is not None and not composition.masked:
         raise PrivacyError(f"privacy.secure_aggregation and {said}: leave it out")
@@ -79,6 +82,34 @@ def _check_round(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
             f"evaluation.every and {said}: its metrics would be of what stays at a silo, which no noise "
             "protects; set evaluation.every = 0"
         )
+
+
+def check_exact(job: JobConfig, said: str) -> None:
+    """Raises ConfigError where digits would be rounded, clipped, left out, or added up over other clients."""
+    cohort, table, transfer = job.cohort, job.aggregation.validation, job.transfer
+    masking = masking_of(job.privacy)
+    fixed = cohort.size is not None and cohort.minimum == cohort.size
+    plain = transfer.up == "float32" and transfer.down == "float32"
+    wanted = [
+        (fixed, "cohort.size and cohort.minimum", "the same number"),
+        (cohort.strategy == "uniform" and cohort.over_selection == 1.0, "cohort.strategy", '"uniform"'),
+        (cohort.on_failure == "pause", "cohort.on_failure", '"pause"'),
+        ((cohort.size or 0) <= MOST_SILOS, "cohort.size", f"at most {MOST_SILOS}"),
+        (masking is not None or table.policy == "fail", "aggregation.validation.policy", '"fail"'),
+        (masking is not None or table.norm_ratio == "off", "aggregation.validation.norm_ratio", '"off"'),
+        (table.max_norm is None, "aggregation.validation.max_norm", "nothing"),
+        (masking is None or masking.ring_bits == LARGEST_RING, "privacy.ring_bits", str(LARGEST_RING)),
+        (plain, "transfer.up and transfer.down", '"float32"'),
+        (job.evaluation.every == 0, "evaluation.every", "0"),
+        (not job.simulation.attack, "simulation.attack", "nothing"),
+        (not job.keep.best, "keep.best", "false"),
+    ]
+    for fine, key, value in wanted:
+        if not fine:
+            raise ConfigError(
+                f"{said}: exact sums over the same clients in every round allow nothing else than {key} = "
+                f"{value}; `roundtable analyse` sets all of it"
+            )
 
 
 def _check_known_bound(job: JobConfig, said: str) -> None:

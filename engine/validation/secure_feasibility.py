@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from roundtable.aggregation import AggregationConfig
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import NORM_RATIO, WEIGHT_RATIO, JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.job_tables.metrics_table import check_summed
@@ -43,7 +44,8 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig) -> None:
         )
     _check_ratios(job, hidden)
     _check_ring(job, masking)
-    in_the_clear = not job.evaluation.bounds and (job.evaluation.every != 0 or job.stop.metric is not None)
+    watched = job.stop.metric is not None and not make_algorithm(job.algorithm).composition.exact
+    in_the_clear = not job.evaluation.bounds and (job.evaluation.every != 0 or watched)
     if in_the_clear and not job.privacy.public_evaluation:
         raise PrivacyError(
             "evaluation and stop: test metrics of single silos would leave them in the clear, beside the "

@@ -15,6 +15,7 @@ from roundtable.cli.shared.install import install
 from roundtable.cli.shared.output import say
 from roundtable.cli.shared.service_process import service_process
 from roundtable.cli.silo.cluster import plan, profile, report, verify_cluster
+from roundtable.cli.silo.data_check import data
 from roundtable.cli.silo.maintenance import drain, resume
 from roundtable.cli.silo.requests import requests
 from roundtable.cli.silo.shared_log import shared
@@ -113,6 +114,7 @@ def _cluster_trainer(settings: AgentConfig) -> Trainer | None:
 for command in (
     approve,
     client_doctor,
+    data,
     drain,
     enroll,
     explain,

@@ -1,0 +1,150 @@
+"""`roundtable analyse`: a survey's questions, over local files or a coordinator's silos."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from roundtable.cli.shared.options import connect, connection_options, json_option, set_option
+from roundtable.cli.shared.output import interruptible, print_json, print_table, say, working
+from roundtable.core.errors import AggregationError, ConfigError
+
+if TYPE_CHECKING:
+    from roundtable.operator import OperatorClient
+    from roundtable.surveys import SurveyAnswers, SurveyFile
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command()
+@click.argument("file", required=False, type=_FILE)
+@set_option
+@connection_options
+@click.option("--job", help="Show the answers of this analysis of a coordinator's, in the place of a FILE.")
+@click.option("--csv", "csv_file", type=_FILE, help="Write the tables of all answers into this CSV file.")
+@click.option("--figure", type=_FILE, help="Draw what has a picture into this .png, .svg or .pdf file.")
+@json_option
+@click.pass_context
+def analyse(
+    context: click.Context,
+    file: Path | None,
+    overrides: dict[str, Any],
+    coordinator: str | None,
+    credentials: Path | None,
+    job: str | None,
+    csv_file: Path | None,
+    figure: Path | None,
+    as_json: bool,
+) -> int:
+    """Answer the questions of a survey.
+
+    FILE describes the columns and the questions. Over the files that its [silos] name, on this machine; with
+    --coordinator, or without [silos], the silos of a coordinator are asked.
+    """
+    from roundtable.surveys import load_survey, plain
+
+    if (file is None) == (job is None):
+        raise click.UsageError(
+            "say what to answer: the FILE of a survey, or --job with an analysis's identifier"
+        )
+    if file is None:
+        with connect(coordinator, credentials) as operator:
+            findings = _of_job(operator, str(job))
+    else:
+        survey = load_survey(file, overrides)
+        told = context.get_parameter_source("coordinator") is click.core.ParameterSource.COMMANDLINE
+        if told or not survey.silos:
+            with connect(coordinator, credentials) as operator:
+                findings = _by_silos(operator, survey, as_json)
+        else:
+            findings = _here(survey, file)
+    if csv_file is not None:
+        findings.to_csv(csv_file)
+    if figure is not None:
+        findings.plot(figure)
+    if as_json:
+        print_json(plain(findings.to_dict()))
+    else:
+        show(findings)
+    return 0 if all(not answer.why for answer in findings.answers) else 1
+
+
+def _here(survey: SurveyFile, file: Path) -> SurveyAnswers:
+    from roundtable.surveys import analyse as run
+
+    with (
+        interruptible("Nothing is kept: the survey begins anew."),
+        working(f"answering {file}") as say_how_far,
+    ):
+        return run(survey, progress=lambda seen: say_how_far(f"round {seen.round} of at most {seen.rounds}"))
+
+
+def _by_silos(operator: OperatorClient, survey: SurveyFile, quiet: bool) -> SurveyAnswers:
+    from roundtable.cli.jobs.watch import Silent, follow, make_display
+    from roundtable.core.models import save_model
+    from roundtable.preparation import prepare_job
+    from roundtable.surveys import survey_job
+
+    silos = survey.cohort or sum("analysis" in client.tasks for client in operator.clients())
+    if not silos:
+        raise ConfigError(
+            "no silo of the coordinator offers analyses yet: a silo does by [tasks] analysis = "
+            '"analysis" in its agent.toml'
+        )
+    prepared = prepare_job(survey_job(survey.model_copy(update={"silos": {}}), silos), Path.cwd())
+    with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:
+        model = Path(folder) / "analysis.safetensors"
+        save_model(model, prepared.model)
+        with interruptible("Nothing was started; the same command begins anew."):
+            submitted = operator.submit(prepared.job, model)
+    say(f"Submitted analysis {submitted.id} ({submitted.name}) to {silos} silos.", err=quiet)
+    hint = f"The analysis goes on; see its answers by `roundtable analyse --job {submitted.id}`."
+    with interruptible(hint):
+        follow(operator.watch(submitted.id, 1), Silent() if quiet else make_display(False))
+    return _of_job(operator, submitted.id)
+
+
+def _of_job(operator: OperatorClient, job: str) -> SurveyAnswers:
+    from roundtable.core.config import job_from_json
+    from roundtable.core.models import open_model
+    from roundtable.surveys import findings_of
+
+    detail = operator.job(job)
+    if detail.job.status != "finished":
+        raise AggregationError(
+            f"analysis {detail.job.id} is {detail.job.status}: "
+            f"{detail.job.reason or f'{detail.job.rounds_done} rounds are done'}"
+        )
+    with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:
+        model = Path(folder) / "analysis.safetensors"
+        operator.get_artifact(detail.job.model.digest, detail.job.model.size, model)
+        vector = open_model(model).vector.clone()
+    return findings_of(job_from_json(detail.job_config), vector, detail.job.rounds_done)
+
+
+def show(findings: SurveyAnswers) -> None:
+    """The answers as tables, one below the other."""
+    masked = "their sums were masked" if findings.masked else "each one's sums were seen"
+    say(f"{findings.name}: {findings.silos} silos, {findings.rounds} rounds; {masked}.")
+    for answer in findings.answers:
+        say()
+        say(answer.title)
+        if answer.why:
+            say(f"  not answered: {answer.why}")
+            continue
+        rows = [[_shown(value) for value in row] for row in answer.rows]
+        print_table([str(name) for name in answer.header], rows, "nothing")
+        if answer.hidden:
+            few = f"fewer than {findings.least_count} rows"
+            say(f"  {answer.hidden} cells are hidden: they hold {few}, or would tell of one that does")
+        for note in answer.notes:
+            say(f"  {note}")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,82 @@
+"""Pictures of a survey's answers: histograms, survival curves, and coefficients with their intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from roundtable.core import extras
+from roundtable.core.analyses.question import Answer
+from roundtable.core.errors import ConfigError
+
+_ENDINGS = (".png", ".svg", ".pdf")
+
+
+def draw(answers: Sequence[Answer], path: Path) -> None:
+    """One panel for each answer that has a picture. ConfigError for another ending, or where none has one."""
+    if path.suffix.lower() not in _ENDINGS:
+        raise ConfigError(f"{path}: a picture ends in {', '.join(_ENDINGS)}")
+    drawn = [(answer, _PANELS[answer.ask]) for answer in answers if not answer.why and answer.ask in _PANELS]
+    if not drawn:
+        raise ConfigError(f"no answer of this survey has a picture; those of {', '.join(_PANELS)} have")
+    figures = extras.load("matplotlib.figure", "a picture")
+    figure = figures.Figure(figsize=(6.4, 3.6 * len(drawn)), layout="constrained")
+    for number, (answer, panel) in enumerate(drawn, 1):
+        axes = figure.add_subplot(len(drawn), 1, number)
+        panel(axes, answer)
+        axes.set_title(answer.title)
+    figure.savefig(path)
+
+
+def _histogram(axes: Any, answer: Answer) -> None:
+    edges, counts = answer.values["edges"], answer.values["counts"]
+    for label, counted in counts.items():
+        axes.stairs([_or_nan(each) for each in counted], edges, label=label)
+    axes.set_xlabel(answer.header[0].removesuffix(" from"))
+    axes.set_ylabel("rows")
+    if len(counts) > 1:
+        axes.legend()
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _survival(axes: Any, answer: Answer) -> None:
+    for label, curve in answer.values["curves"].items():
+        times = [0.0, *curve["times"]]
+        line = axes.step(times, [1.0, *curve["survival"]], where="post", label=label)[0]
+        low, high = ([1.0, *map(_or_nan, curve[key])] for key in ("lower", "upper"))
+        axes.fill_between(times, low, high, step="post", alpha=0.2, color=line.get_color())
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("time")
+    axes.set_ylabel("share without the event")
+    if len(answer.values["curves"]) > 1:
+        axes.legend()
+
+
+def _coefficients(axes: Any, answer: Answer) -> None:
+    terms, values, spans = (answer.values[key][1:] for key in ("terms", "coefficients", "intervals"))
+    places = list(range(len(terms)))
+    axes.errorbar(
+        values,
+        places,
+        xerr=[
+            [value - low for value, (low, _) in zip(values, spans, strict=True)],
+            [high - value for value, (_, high) in zip(values, spans, strict=True)],
+        ],
+        fmt="o",
+    )
+    axes.axvline(0.0, linewidth=0.8, color="grey")
+    axes.set_yticks(places, terms)
+    axes.invert_yaxis()
+    axes.set_xlabel("coefficient, 95 % interval")
+
+
+_PANELS: dict[str, Callable[[Any, Answer], None]] = {
+    "histogram": _histogram,
+    "survival": _survival,
+    "linear": _coefficients,
+    "logistic": _coefficients,
+}

@@ -1,0 +1,247 @@
+"""Surveys: a file of questions, answered over local files or by a coordinator's silos."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from roundtable.core import extras
+from roundtable.core.algorithms.analysis import LEAST_COUNT, OPEN, AnalysisTable, answers_of
+from roundtable.core.analyses.question import Answer
+from roundtable.core.analyses.questions_table import AnyQuestion
+from roundtable.core.config import JobConfig, job_document
+from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.core.paths import AnyPath
+from roundtable.core.tables.table_description import Columns, DataTableTable, Header
+from roundtable.core.toml import TomlDocument, validate
+from roundtable.core.toml_tables import Name, Table, as_tuple
+from roundtable.privacy.secagg import MINIMUM_COHORT
+from roundtable.privacy.secure_round import exact_norm
+
+if TYPE_CHECKING:
+    from roundtable.simulation import Progress
+
+_SPARE_ROUNDS = 3
+"""For rounds that are closed without a model."""
+
+
+class SurveyFile(Table):
+    """A survey: the columns as the study means them, and what is asked of them."""
+
+    name: Name | None = Field(None, description="name of the job; default: the table's")
+    table: Name = Field(description="the silos' table, [data.NAME] in their agent.toml")
+    columns: Columns = Field(description="what the study says of the columns, as [columns.age]")
+    questions: Annotated[
+        tuple[AnyQuestion, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=200)
+    ] = Field(description="what is asked, each a table [[questions]] with ask")
+    least_count: int = Field(
+        LEAST_COUNT, ge=1, le=10**6, description="fewest rows of a cell or group that is told of"
+    )
+    secure_aggregation: bool = Field(
+        True, description="mask sums, so that nobody sees those of a single silo; takes three silos"
+    )
+    silos: dict[Name, str | DataTableTable] = Field(
+        default_factory=dict,
+        description="to answer on this machine: each silo's file, or a table as [data.NAME] has it",
+    )
+    header: Header = Field(
+        (), description="of the files of [silos]: names of columns, where they lack a line of them"
+    )
+    cohort: int | None = Field(
+        None, ge=1, description="with a coordinator: how many silos take part; default: all that it has"
+    )
+
+
+@dataclass(frozen=True)
+class SurveyAnswers:
+    """What a survey has found: an answer for each question, over `silos` silos, after so many rounds."""
+
+    name: str
+    answers: Sequence[Answer]
+    silos: int
+    rounds: int
+    masked: bool
+    least_count: int
+
+    def __getitem__(self, question: int | str) -> Mapping[str, Any]:
+        """An answer's values, by the question's number from 0, or its title. KeyError for an unknown one."""
+        if isinstance(question, int):
+            return self.answers[question].values
+        for answer in self.answers:
+            if answer.title == question:
+                return answer.values
+        raise KeyError(question)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, in full precision; None for what is hidden or not defined."""
+        answers = [
+            {
+                "title": answer.title,
+                "ask": answer.ask,
+                "answered": not answer.why,
+                "why": answer.why,
+                "hidden_cells": answer.hidden,
+                "notes": list(answer.notes),
+                "values": plain(answer.values),
+            }
+            for answer in self.answers
+        ]
+        return {
+            "name": self.name,
+            "silos": self.silos,
+            "rounds": self.rounds,
+            "secure_aggregation": self.masked,
+            "least_count": self.least_count,
+            "answers": answers,
+        }
+
+    def to_csv(self, path: AnyPath) -> None:
+        """Every answer's table, one below the other: title, then its header, then its rows."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        for number, answer in enumerate(self.answers):
+            writer.writerows([[]] if number else [])
+            writer.writerow([answer.title])
+            writer.writerows(
+                [answer.header, *answer.rows] if not answer.why else [["not answered", answer.why]]
+            )
+        Path(path).write_text(text.getvalue(), encoding="utf-8")
+
+    def frame(self, question: int) -> Any:
+        """An answer's table as a pandas data frame, which takes the extra pandas."""
+        answer = self.answers[question]
+        return extras.load("pandas", "a data frame").DataFrame(list(answer.rows), columns=list(answer.header))
+
+    def plot(self, path: AnyPath) -> None:
+        """A picture (PNG, SVG or PDF, by the path's ending) of what has one; takes the extra plot.
+
+        ConfigError where no question has a picture.
+        """
+        from roundtable.survey_figures import draw
+
+        draw(self.answers, Path(path))
+
+
+def load_survey(path: AnyPath, overrides: Mapping[str, Any] | None = None) -> SurveyFile:
+    """Reads and checks a survey; files of its [silos] count from its folder.
+
+    Raises ConfigError with file, line and key for each mistake.
+    """
+    document = job_document(path, overrides)
+    survey = validate(SurveyFile, document)
+    folder = Path(path).resolve().parent
+    made = {name: _local_table(survey, value, folder) for name, value in survey.silos.items()}
+    return survey.model_copy(update={"silos": made})
+
+
+def _local_table(survey: SurveyFile, value: str | DataTableTable, folder: Path) -> DataTableTable:
+    table = DataTableTable(file=value, header=survey.header) if isinstance(value, str) else value
+    if table.file is None:
+        return table
+    return table.model_copy(update={"file": str(folder / Path(table.file).expanduser())})
+
+
+def survey_job(survey: SurveyFile, silos: int) -> JobConfig:
+    """The job that answers a survey over so many silos. ConfigError for a question that cannot be asked."""
+    if survey.secure_aggregation and silos < MINIMUM_COHORT:
+        raise ConfigError(
+            f"secure_aggregation takes at least {MINIMUM_COHORT} silos, or a sum hides nobody's; there are "
+            f"{silos}: set secure_aggregation = false if each silo's sums may be seen"
+        )
+    asked = survey.model_dump(mode="json", include={"table", "columns", "questions", "least_count"})
+    table = AnalysisTable.model_validate({"name": "analysis", **asked})
+    questions = table.survey
+    privacy: dict[str, Any] = {"level": "none"}
+    validation: dict[str, Any] = {"policy": "fail", "norm_ratio": "off", "weight_ratio": "off"}
+    if survey.secure_aggregation:
+        privacy |= {
+            "secure_aggregation": True,
+            "clip_norm": math.ceil(exact_norm(questions.sum_places.size + 1)) * 1.0,
+        }
+        validation = {}
+    tables = [
+        each.model_dump(mode="json", exclude_none=True)
+        for each in survey.silos.values()
+        if isinstance(each, DataTableTable)
+    ]
+    local = {"clients": silos, "data": {survey.table: tables}, "backend": "sequential"} if tables else {}
+    values = {
+        "task": "analysis",
+        "name": survey.name or survey.table,
+        "rounds": questions.rounds + _SPARE_ROUNDS,
+        "algorithm": {"name": "analysis", **asked},
+        "cohort": {"size": silos, "minimum": silos, "retries": 1},
+        "aggregation": {"weighting": "uniform", "validation": validation},
+        "privacy": privacy,
+        "evaluation": {"every": 0},
+        "stop": {"metric": OPEN, "target": 0.0, "larger_is_better": False},
+        "simulation": local,
+    }
+    return validate(JobConfig, TomlDocument(values, "survey", ""))
+
+
+def analyse(
+    survey: SurveyFile | AnyPath,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> SurveyAnswers:
+    """Answers a survey over the local files of its `[silos]`, through the engine that runs in production.
+
+    Raises ConfigError for mistakes in the survey, AggregationError with the silo's reason where it cannot be
+    answered.
+    """
+    from roundtable.simulation import simulate
+
+    if not isinstance(survey, SurveyFile):
+        survey = load_survey(survey, overrides)
+    if not survey.silos:
+        raise ConfigError(
+            "the survey names no [silos] with their files: name them, or give --coordinator to ask its silos"
+        )
+    job = survey_job(survey, len(survey.silos))
+    result = simulate(job, progress=progress or False)
+    if result.status != "finished":
+        raise AggregationError(_with_names(f"{job.title}: {result.reason}", survey))
+    return findings_of(job, result.model.vector, len(result.history))
+
+
+def findings_of(job: JobConfig, vector: Any, rounds: int) -> SurveyAnswers:
+    """The findings in an analysis's global vector. TaskError for a job that is no analysis."""
+    answers, silos = answers_of(job.algorithm, vector)
+    masked = getattr(job.privacy, "secure_aggregation", False)
+    return SurveyAnswers(job.title, answers, silos, rounds, masked, getattr(job.algorithm, "least_count", 0))
+
+
+def _with_names(text: str, survey: SurveyFile) -> str:
+    """The silos' own names in the place of simulated clients'."""
+    from roundtable.engine.population import NumberedNames
+
+    for name, silo in zip(NumberedNames(len(survey.silos)), survey.silos, strict=True):
+        text = text.replace(name, silo)
+    return text
+
+
+def plain(value: Any) -> Any:
+    """Values that JSON has: what is not finite becomes None."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, bool | str | int) or value is None:
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def json_of(findings: SurveyAnswers) -> str:
+    """`to_dict` as indented JSON."""
+    return json.dumps(findings.to_dict(), indent=2, allow_nan=False)

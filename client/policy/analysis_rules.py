@@ -1,0 +1,97 @@
+"""What a silo allows analyses: the table [policy.analyses] of its agent.toml, and its objections to a job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic import Field
+
+from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
+from roundtable.core.algorithms.analysis import LEAST_COUNT, AnalysisTable
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.privacy_table import masking_of
+from roundtable.core.toml_tables import Table
+
+DAY = 86400.0
+
+
+class AnalysesTable(Table):
+    """`[policy.analyses]`: what may be asked of the tables of [data], where [tasks] offers `analysis`."""
+
+    least_count: int = Field(
+        LEAST_COUNT, ge=1, description="fewest rows of a cell or group that an analysis may tell of"
+    )
+    allowed: list[str] | None = Field(
+        None, description='kinds of questions, such as ["describe", "linear"]; default: all'
+    )
+    tables: list[str] | None = Field(None, description="tables of [data] that may be asked; default: all")
+    protected: list[str] = Field(
+        default_factory=list, description="columns that no question may use as its outcome or group"
+    )
+    a_day: int | None = Field(None, ge=1, description="most analyses that may begin within 24 hours")
+
+
+def analysis_objections(rules: AnalysesTable, job: JobConfig) -> Iterator[str]:
+    """Why this silo does not answer an analysis, a sentence each; none for a job that is not one."""
+    asked = job.algorithm
+    if not isinstance(asked, AnalysisTable):
+        if job.task.name == "analysis":
+            yield 'the task "analysis" answers jobs with [algorithm] name = "analysis", and no others'
+        return
+    if asked.least_count < rules.least_count:
+        yield (
+            f"the analysis tells of {asked.least_count} rows, and this silo of no fewer than "
+            f"{rules.least_count} ([policy.analyses] least_count): set least_count = {rules.least_count}"
+        )
+    if rules.tables is not None and asked.table not in rules.tables:
+        yield f"the table {asked.table!r} may not be asked here ([policy.analyses] tables)"
+    kinds = sorted({question.ask for question in asked.questions})
+    if rules.allowed is not None and (others := [kind for kind in kinds if kind not in rules.allowed]):
+        yield (
+            f"questions of the kind {', '.join(others)} are not answered here; allowed: "
+            f"{', '.join(rules.allowed) or 'none'} ([policy.analyses] allowed)"
+        )
+    for question in asked.survey.questions:
+        if kept := sorted({*question.told} & {*rules.protected}):
+            yield (
+                f"{question.title}: {', '.join(map(repr, kept))} may be neither an outcome nor a group here "
+                "([policy.analyses] protected)"
+            )
+
+
+def too_many_today(rules: AnalysesTable, job: JobConfig, known: KnownJob, jobs: KnownJobs) -> list[str]:
+    """Why a new analysis is one too many for today; nothing for one that has begun here."""
+    if rules.a_day is None or jobs.get(known.id) is not None:
+        return []
+    begun = [(each.first, job_from_json(each.config)) for each in jobs.taken_part()]
+    return list(objections_to_count(rules, job, begun, time.time()))
+
+
+def asked_in(job: JobConfig) -> dict[str, Any] | None:
+    """What an analysis asks, for the silo's log; None for any other job."""
+    asked = job.algorithm
+    if not isinstance(asked, AnalysisTable):
+        return None
+    return {
+        "table": asked.table,
+        "questions": [question.model_dump(mode="json", exclude_none=True) for question in asked.questions],
+        "least_count": asked.least_count,
+        "masked": masking_of(job.privacy) is not None,
+    }
+
+
+def objections_to_count(
+    rules: AnalysesTable, job: JobConfig, begun: Iterable[tuple[float, JobConfig]], now: float
+) -> Iterator[str]:
+    """Why this silo answers no further analysis today; `begun` are the other jobs that it takes part in, and
+    when each began (Unix time)."""
+    if rules.a_day is None or not isinstance(job.algorithm, AnalysisTable):
+        return
+    today = sum(isinstance(each.algorithm, AnalysisTable) and now - when < DAY for when, each in begun)
+    if today >= rules.a_day:
+        yield (
+            f"{today} analyses began here within 24 hours, and {rules.a_day} may ([policy.analyses] a_day): "
+            "try again tomorrow"
+        )

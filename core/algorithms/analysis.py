@@ -1,0 +1,199 @@
+"""An analysis: no training, but sums over the rows of every silo, and what follows from them.
+
+Down goes a place with public numbers, which the server alone fills; up goes a place with the digits of each
+silo's sums. The model is a single value that nobody moves: what an analysis has found is its public numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from pydantic import BeforeValidator, Field, model_validator
+from torch import Tensor
+from typing_extensions import override
+
+from roundtable.core.algorithms.contract import (
+    AlgorithmPlace,
+    ClientAlgorithm,
+    ClientRound,
+    Composition,
+    Moved,
+    Sent,
+    ServerAlgorithm,
+    ServerRound,
+)
+from roundtable.core.algorithms.table import AlgorithmTable
+from roundtable.core.analyses.question import Answer
+from roundtable.core.analyses.questions_table import AnyQuestion
+from roundtable.core.analyses.survey import Survey
+from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError, TaskError
+from roundtable.core.tables.table_description import Columns
+from roundtable.core.tables.table_reading import DataTable
+from roundtable.core.toml_tables import Name, as_tuple
+
+LEAST_COUNT = 5
+OPEN = "open_questions"
+_SUMS, _PUBLIC, _SEEN = "sums", "public", "seen"
+
+
+class AnalysisTable(AlgorithmTable):
+    """`[algorithm]` with name = "analysis"."""
+
+    table: Name = Field(description="the silo's table, [data.NAME] in its agent.toml")
+    columns: Columns = Field(description="what the study says of the columns, as [columns.age]")
+    questions: Annotated[
+        tuple[AnyQuestion, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=200)
+    ] = Field(description="what is asked, each a table with ask")
+    least_count: int = Field(
+        LEAST_COUNT, ge=1, le=10**6, description="fewest rows of a cell or group that is told of"
+    )
+
+    @model_validator(mode="after")
+    def _does_not_train(self) -> AnalysisTable:
+        for key, field in AlgorithmTable.model_fields.items():
+            if key != "name" and getattr(self, key) != field.default:
+                raise ValueError(f"{key} is of training, and an analysis counts and adds up: leave it out")
+        return self
+
+    @property
+    def survey(self) -> Survey:
+        """The questions. ConfigError for one that the columns do not allow."""
+        return Survey.of(self.columns, self.questions, self.least_count)
+
+
+class Analysis(ClientAlgorithm):
+    """Sums of a silo's rows in exact digits; the same at every backend, in the clear and under masks."""
+
+    Table = AnalysisTable
+    answers = True
+    composition = Composition(
+        weightings=frozenset({"uniform"}),
+        server_optimizer=False,
+        rules="mean",
+        arrays=True,
+        exact=True,
+        reason="an analysis adds up exact sums, and no noise is made for them yet",
+    )
+
+    def __init__(self, table: AlgorithmTable) -> None:
+        super().__init__(table)
+        assert isinstance(table, AnalysisTable)
+        self.of = table
+
+    @cached_property
+    def survey(self) -> Survey:
+        """The questions."""
+        return self.of.survey
+
+    @property
+    @override
+    def places(self) -> tuple[AlgorithmPlace, ...]:  # type: ignore[override]
+        return (
+            AlgorithmPlace(
+                _SUMS,
+                (self.survey.sum_places.size,),
+                clipping="joint",
+                masks="sum",
+            ),
+            AlgorithmPlace(_PUBLIC, (self.survey.public_places.size,), sent=False),
+        )
+
+    @override
+    def server(self) -> ServerAlgorithm:
+        return AnalysisServer(self.survey)
+
+    @override
+    def answer(self, round: ClientRound, data: Any) -> Sent:
+        survey, name = self.survey, self.of.table
+        if not hasattr(data, "read"):
+            raise TaskError('an analysis goes with task = "analysis", which reads the silo\'s tables')
+        public = survey.public_places.unpack(round.down[_PUBLIC])
+        first = not public["silos"][0]
+        table: DataTable = data.read(name, survey.needed, fresh=first)
+        seen = _fingerprint(table)
+        if not first:
+            _check_seen(round.kept.get(_SEEN), seen)
+        if not all(np.isfinite(numbers).all() for numbers in public.values()):
+            raise ProtocolError("the analysis came with public numbers that are not finite")
+        sums = survey.sums(table, public)
+        if round.alone:
+            _check_cells(sums, survey, self.of.least_count)
+        if len(table) < self.of.least_count:
+            raise PrivacyError(
+                f"this silo's table {name!r} has fewer rows than the least count, {self.of.least_count}"
+            )
+        digits = survey.sum_places.encode(sums)
+        return Sent(torch.zeros_like(round.vector), {_SUMS: digits}, {_SEEN: seen})
+
+
+class AnalysisServer(ServerAlgorithm):
+    """From the digits' mean to the next public numbers."""
+
+    def __init__(self, survey: Survey) -> None:
+        self._survey = survey
+
+    @override
+    def step(self, round: ServerRound) -> Moved:
+        survey, silos = self._survey, int(round.present)
+        public = survey.public_places.unpack(round.places[_PUBLIC])
+        began = int(public["silos"][0])
+        if began and began != silos:
+            raise AggregationError(
+                f"{silos} silos are in the sums of round {round.number}, and {began} began the analysis: "
+                "what follows would be of other people; start a new one with those that are left"
+            )
+        sums = survey.sum_places.decode(round.up[_SUMS], silos)
+        after = survey.step(public, sums)
+        after["silos"][0] = silos
+        return Moved(
+            round.model,
+            {_SUMS: torch.zeros_like(round.up[_SUMS]), _PUBLIC: survey.public_places.pack(after)},
+            told={OPEN: (float(survey.open(after)), 1)},
+        )
+
+
+def answers_of(table: AlgorithmTable, vector: Tensor) -> tuple[list[Answer], int]:
+    """The answers that a job's global vector holds, and over how many silos. TaskError for a job that is no
+    analysis."""
+    if not isinstance(table, AnalysisTable):
+        raise TaskError(f"a job with algorithm {table.name!r} is no analysis")
+    places = table.survey.public_places
+    public = places.unpack(vector[len(vector) - places.size :])
+    return table.survey.answers(public), int(public["silos"][0])
+
+
+def _fingerprint(table: DataTable) -> Tensor:
+    """Of the rows as they were read: whole numbers, float32 [16]."""
+    digest = blake3()
+    for name in sorted(table.columns):
+        digest.update(name.encode()).update(table.columns[name].tobytes())
+    return torch.tensor(list(digest.digest(16)), dtype=torch.float32)
+
+
+def _check_seen(before: Tensor | None, now: Tensor) -> None:
+    if before is None:
+        raise PrivacyError(
+            "this silo did not begin the analysis: sums with and without it would tell its own by subtraction"
+        )
+    if not torch.equal(before, now):
+        raise PrivacyError(
+            "this silo's table is another than when the analysis began: sums before and after the change "
+            "would tell of the rows that changed; start a new analysis"
+        )
+
+
+def _check_cells(sums: Mapping[str, Any], survey: Survey, least: int) -> None:
+    """PrivacyError where the coordinator would see a cell of this silo's below the least count."""
+    for name in survey.sum_places.counts:
+        counted = sums.get(name)
+        if counted is not None and ((counted > 0) & (counted < least)).any():
+            title = survey.questions[int(name.split(".")[0])].title
+            raise PrivacyError(
+                f"{title}: a cell of this silo has fewer than {least} rows, and without masks the "
+                "coordinator would see it: set privacy.secure_aggregation = true, or ask for coarser groups"
+            )

@@ -1,0 +1,174 @@
+"""What a question is: what it asks of rows, round by round, and what it makes of their sums.
+
+A question goes through stages, of which `stage` among its public numbers tells; in stage 0 nothing but counts
+is asked. Later stages ask for sums of those groups alone whose total reached the least count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
+from roundtable.core.errors import ConfigError
+from roundtable.core.tables.table_description import ColumnTable
+from roundtable.core.tables.table_reading import DataTable
+
+DONE = 1000.0
+"""The stage of a question that has its answer; one that cannot be answered has the stage −code."""
+HIDDEN = -1.0
+"""In the place of a count that is above 0 and below the least count."""
+_WHY = {
+    1: "fewer rows than the least count, in all or in one of the groups that it compares",
+    2: "the sums are singular: a column is constant, or a sum of others",
+    3: "perfect separation: a column tells the outcome for certain, so that its coefficient has no limit",
+    4: "no convergence within the rounds of the analysis",
+    5: "fewer than three rows for each coefficient: the fit would tell of single rows",
+}
+TOO_FEW, SINGULAR, SEPARATED, NO_LIMIT, SATURATED = 1, 2, 3, 4, 5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer in full precision: `values` by name, for programs; `header` and `rows` for people.
+
+    `why` says why there is none; `hidden` how many cells were left out for being below the least count.
+    """
+
+    title: str
+    ask: str
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[Any]] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+    hidden: int = 0
+    notes: Sequence[str] = ()
+
+
+class Question:
+    """One question of a survey; subclasses say how it is answered.
+
+    `columns` are the descriptions of the study's columns; `least` is the least count of a cell.
+    """
+
+    ask: ClassVar[str] = ""
+    most_rounds: ClassVar[int] = 1
+
+    def __init__(self, columns: Mapping[str, ColumnTable], least: int, title: str) -> None:
+        self.columns = columns
+        self.least = least
+        self.title = title
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns that it reads."""
+        raise NotImplementedError
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The columns that it uses as an outcome or a group: what is told of people by them."""
+        return ()
+
+    @property
+    def counts(self) -> Mapping[str, Shape]:
+        """The shapes of the counts that a silo sends."""
+        raise NotImplementedError
+
+    @property
+    def reals(self) -> Mapping[str, Shape]:
+        """The shapes of the real sums that a silo sends."""
+        return {}
+
+    @property
+    def public(self) -> Mapping[str, Shape]:
+        """The shapes of its public numbers, without the stage."""
+        raise NotImplementedError
+
+    def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
+        """A silo's sums of this stage."""
+        raise NotImplementedError
+
+    def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
+        """The public numbers that change, `stage` among them, from the sums over all silos."""
+        raise NotImplementedError
+
+    def answer(self, public: Arrays) -> Answer:
+        """What the public numbers of a question that is `DONE` say."""
+        raise NotImplementedError
+
+    def report(self, public: Arrays) -> Answer:
+        """The answer, or why there is none."""
+        stage = float(public["stage"][0])
+        if stage == DONE:
+            return self.answer(public)
+        code = int(-stage) if stage < 0 else NO_LIMIT
+        return Answer(self.title, self.ask, why=_WHY[code] + self.blame(public, code))
+
+    def blame(self, public: Arrays, code: int) -> str:
+        """Which column it is, behind the reason why there is no answer."""
+        return ""
+
+    def hide(self, counts: Doubles) -> Doubles:
+        """Counts with `HIDDEN` in the place of those below the least count."""
+        return np.where((counts > 0) & (counts < self.least), HIDDEN, counts)
+
+    def hide_cells(self, counts: Doubles, axes: tuple[int, ...]) -> Doubles:
+        """The same for cells [lines, cells] whose sums along `axes` others may know: where a single cell of a
+        line is hidden, the smallest other one that is not empty is hidden with it."""
+        hidden = self.hide(counts)
+        changed = True
+        while changed:
+            changed = False
+            for axis in axes:
+                for line, own in zip(
+                    np.moveaxis(hidden, axis, -1), np.moveaxis(counts, axis, -1), strict=True
+                ):
+                    left = np.flatnonzero(line > 0)
+                    if (line == HIDDEN).sum() == 1 and left.size:
+                        line[left[own[left].argmin()]] = HIDDEN
+                        changed = True
+        return hidden
+
+    def number(self, name: str) -> ColumnTable:
+        """The description of a column of numbers with a range. ConfigError for any other."""
+        found = self.described(name)
+        if found.kind != "number":
+            raise ConfigError(f"{self.title}: column {name!r} is a category, and {self.ask} needs a number")
+        if found.least is None or found.most is None:
+            raise ConfigError(
+                f"{self.title}: column {name!r} has no least and most: sums travel in fixed point, scaled by "
+                f"the range that the study states ([columns.{name}])"
+            )
+        return found
+
+    def category(self, name: str) -> ColumnTable:
+        """The description of a category. ConfigError for any other column."""
+        found = self.described(name)
+        if found.kind != "category" or not found.values:
+            raise ConfigError(
+                f"{self.title}: {self.ask} needs a category with its values, and column {name!r} is none: "
+                f'set kind = "category" and values = […] in [columns.{name}]'
+            )
+        return found
+
+    def described(self, name: str) -> ColumnTable:
+        """The study's description of a column."""
+        if name not in self.columns:
+            known = ", ".join(self.columns) or "none"
+            raise ConfigError(f"{self.title}: the study has no column {name!r}; it has {known} ([columns])")
+        return self.columns[name]
+
+
+def by_group(table: DataTable, by: str | None, groups: int) -> Doubles:
+    """The group of each row, NaN where it is missing; all in group 0 where nothing divides them."""
+    return table.column(by) if by is not None else np.zeros(len(table))
+
+
+def cells(places: Sequence[Doubles], shape: Shape) -> Doubles:
+    """How many rows are in each cell; a row with a missing place is in none."""
+    whole = ~np.isnan(np.column_stack(places)).any(axis=1)
+    flat = np.ravel_multi_index([place[whole].astype(np.int64) for place in places], shape)
+    return np.bincount(flat, minlength=int(np.prod(shape))).astype(np.float64).reshape(shape)

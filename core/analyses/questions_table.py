@@ -1,0 +1,193 @@
+"""What a survey may ask: the tables of its questions, and the questions that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from roundtable.core.analyses.correlations import Correlation
+from roundtable.core.analyses.counted_cells import ColumnHistogram, Contingency
+from roundtable.core.analyses.logistic_regression import Logistic
+from roundtable.core.analyses.moments import Anova, Describe, TTest
+from roundtable.core.analyses.order_statistics import Quantiles
+from roundtable.core.analyses.question import Question
+from roundtable.core.analyses.regression import Linear
+from roundtable.core.analyses.survival_curves import KaplanMeier
+from roundtable.core.tables.table_description import ColumnName, ColumnTable
+from roundtable.core.toml_tables import Finite, Table, as_tuple
+
+Described = Mapping[str, ColumnTable]
+Names = Annotated[tuple[ColumnName, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=200)]
+Shares = Annotated[
+    tuple[Annotated[Finite, Field(ge=0, le=1)], ...],
+    BeforeValidator(as_tuple),
+    Field(min_length=1, max_length=50),
+]
+
+
+def _different(names: tuple[str, ...], key: str) -> None:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{key} names {', '.join(map(repr, twice))} twice")
+
+
+class _AskTable(Table):
+    name: str | None = Field(None, min_length=1, max_length=100, description="title of the answer")
+
+
+class DescribeTable(_AskTable):
+    """Rows, missing values, means and standard deviations."""
+
+    ask: Literal["describe"]
+    columns: Names = Field(description="columns of numbers")
+    by: ColumnName | None = Field(None, description="a category: one answer for each of its values")
+
+    @model_validator(mode="after")
+    def _once(self) -> DescribeTable:
+        _different(self.columns, "columns")
+        return self
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return Describe(columns, least, title, self.columns, self.by)
+
+
+class CorrelationTable(_AskTable):
+    """Covariances and correlations."""
+
+    ask: Literal["correlation"]
+    columns: Names = Field(min_length=2, description="columns of numbers")
+
+    @model_validator(mode="after")
+    def _once(self) -> CorrelationTable:
+        _different(self.columns, "columns")
+        return self
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return Correlation(columns, least, title, self.columns)
+
+
+class HistogramTable(_AskTable):
+    """A histogram over the column's range."""
+
+    ask: Literal["histogram"]
+    column: ColumnName = Field(description="a column of numbers")
+    bins: int = Field(10, ge=1, le=4096, description="of equal width from least to most")
+    by: ColumnName | None = Field(None, description="a category: one histogram for each of its values")
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return ColumnHistogram(columns, least, title, self.column, self.bins, self.by)
+
+
+class QuantilesTable(_AskTable):
+    """Quantiles; the extremes as the k-th smallest and largest value."""
+
+    ask: Literal["quantiles"]
+    column: ColumnName = Field(description="a column of numbers")
+    at: Shares = Field((0.25, 0.5, 0.75), description="shares: 0.5 is the median, 0 and 1 the extremes")
+    method: Literal["linear", "inverted_cdf"] = Field(
+        "linear", description="linear: between two values; inverted_cdf: a value that occurs"
+    )
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return Quantiles(columns, least, title, self.column, self.at, self.method)
+
+
+class ContingencyTable(_AskTable):
+    """Rows in each cell of two categories, with the chi-square test."""
+
+    ask: Literal["table"]
+    rows: ColumnName = Field(description="a category")
+    columns: ColumnName = Field(description="another category")
+    yates: bool = Field(False, description="Yates' correction, of a table of two by two")
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return Contingency(columns, least, title, self.rows, self.columns, self.yates)
+
+
+class TTestTable(_AskTable):
+    """Student's and Welch's t-test between two groups."""
+
+    ask: Literal["t_test"]
+    column: ColumnName = Field(description="a column of numbers")
+    by: ColumnName = Field(description="a category of two values")
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return TTest(columns, least, title, (self.column,), self.by)
+
+
+class AnovaTable(_AskTable):
+    """One-way analysis of variance."""
+
+    ask: Literal["anova"]
+    column: ColumnName = Field(description="a column of numbers")
+    by: ColumnName = Field(description="a category")
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return Anova(columns, least, title, (self.column,), self.by)
+
+
+class _RegressionTable(_AskTable):
+    outcome: ColumnName = Field(description="what is explained")
+    on: Names = Field(description="what explains it: numbers, and categories as one column for each value")
+
+    @model_validator(mode="after")
+    def _once(self) -> _RegressionTable:
+        _different((self.outcome, *self.on), "outcome and on")
+        return self
+
+
+class LinearTable(_RegressionTable):
+    """Linear regression of a number."""
+
+    ask: Literal["linear"]
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return Linear(columns, least, title, self.outcome, self.on)
+
+
+class LogisticTable(_RegressionTable):
+    """Logistic regression of a category of two values."""
+
+    ask: Literal["logistic"]
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return Logistic(columns, least, title, self.outcome, self.on)
+
+
+class SurvivalTable(_AskTable):
+    """Kaplan-Meier curves, and the log-rank test between groups."""
+
+    ask: Literal["survival"]
+    time: ColumnName = Field(description="numbers from 0 on: time to the event, or to the last look")
+    event: ColumnName = Field(description="a category of two values: censored, then the event")
+    every: Finite = Field(gt=0, description="width of the grid of times; a time counts as its interval's end")
+    by: ColumnName | None = Field(None, description="a category: one curve for each of its values")
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return KaplanMeier(columns, least, title, self.time, self.event, self.every, self.by)
+
+
+AnyQuestion = Annotated[
+    DescribeTable
+    | CorrelationTable
+    | HistogramTable
+    | QuantilesTable
+    | ContingencyTable
+    | TTestTable
+    | AnovaTable
+    | LinearTable
+    | LogisticTable
+    | SurvivalTable,
+    Field(discriminator="ask"),
+]

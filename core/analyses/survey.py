@@ -1,0 +1,111 @@
+"""A survey: several questions of one table, answered side by side in the same rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from roundtable.core.analyses.exact_sums import Doubles, PublicPlaces, Shape, SumPlaces
+from roundtable.core.analyses.question import DONE, Answer, Question
+from roundtable.core.analyses.questions_table import AnyQuestion
+from roundtable.core.errors import ConfigError
+from roundtable.core.tables.table_description import ColumnTable
+from roundtable.core.tables.table_reading import DataTable
+
+MOST_VALUES = 1 << 22
+"""Of one silo's vector of sums."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The questions with the places of their sums and public numbers, alike at every party."""
+
+    columns: Mapping[str, ColumnTable]
+    questions: Sequence[Question]
+
+    @classmethod
+    def of(cls, columns: Mapping[str, ColumnTable], asked: Sequence[AnyQuestion], least: int) -> Survey:
+        """The survey that these tables ask. ConfigError for a question that the columns do not allow."""
+        questions = [
+            each.make(columns, least, each.name or f"question {number} ({each.ask})")
+            for number, each in enumerate(asked, 1)
+        ]
+        survey = cls(columns, questions)
+        if survey.sum_places.size > MOST_VALUES:
+            raise ConfigError(
+                f"the survey's sums take {survey.sum_places.size:,} values of a silo's vector, and "
+                f"{MOST_VALUES:,} are allowed: ask fewer questions at a time"
+            )
+        return survey
+
+    @property
+    def rounds(self) -> int:
+        """The most rounds that it takes."""
+        return max(question.most_rounds for question in self.questions)
+
+    @property
+    def needed(self) -> dict[str, ColumnTable]:
+        """The descriptions of the columns that it reads."""
+        names = {name for question in self.questions for name in question.names}
+        return {name: table for name, table in self.columns.items() if name in names}
+
+    @property
+    def sum_places(self) -> SumPlaces:
+        """Where the sums of each question are."""
+        counts: dict[str, Shape] = {}
+        reals: dict[str, Shape] = {}
+        for number, question in enumerate(self.questions):
+            counts |= {f"{number}.{name}": shape for name, shape in question.counts.items()}
+            reals |= {f"{number}.{name}": shape for name, shape in question.reals.items()}
+        return SumPlaces(counts, reals)
+
+    @property
+    def public_places(self) -> PublicPlaces:
+        """Where the public numbers are: how many silos began, and those of each question."""
+        shapes: dict[str, Shape] = {"silos": (1,)}
+        for number, question in enumerate(self.questions):
+            shapes[f"{number}.stage"] = (1,)
+            shapes |= {f"{number}.{name}": shape for name, shape in question.public.items()}
+        return PublicPlaces(shapes)
+
+    def sums(self, table: DataTable, public: Mapping[str, Doubles]) -> dict[str, Doubles]:
+        """What a silo sends in the round that these public numbers begin: nothing for what is answered."""
+        found: dict[str, Doubles] = {}
+        for number, question in enumerate(self.questions):
+            own = _own(public, number)
+            stage = float(own["stage"][0])
+            if 0 <= stage < DONE:
+                made = question.sums(table, own, int(stage))
+                found |= {f"{number}.{name}": values for name, values in made.items()}
+        return found
+
+    def step(self, public: Mapping[str, Doubles], sums: Mapping[str, Doubles]) -> dict[str, Doubles]:
+        """The next public numbers."""
+        after = {name: values.copy() for name, values in public.items()}
+        for number, question in enumerate(self.questions):
+            own = _own(public, number)
+            stage = float(own["stage"][0])
+            if not 0 <= stage < DONE:
+                continue
+            changed: dict[str, Any] = question.step(own, _own(sums, number), int(stage))
+            for name, values in changed.items():
+                shape = after[f"{number}.{name}"].shape
+                after[f"{number}.{name}"] = np.broadcast_to(np.asarray(values, np.float64), shape).copy()
+        return after
+
+    def open(self, public: Mapping[str, Doubles]) -> int:
+        """How many questions go on."""
+        stages = [float(public[f"{number}.stage"][0]) for number in range(len(self.questions))]
+        return sum(0 <= stage < DONE for stage in stages)
+
+    def answers(self, public: Mapping[str, Doubles]) -> list[Answer]:
+        """What the public numbers say, a question each."""
+        return [question.report(_own(public, number)) for number, question in enumerate(self.questions)]
+
+
+def _own(numbers: Mapping[str, Doubles], number: int) -> dict[str, Doubles]:
+    mark = f"{number}."
+    return {name.removeprefix(mark): values for name, values in numbers.items() if name.startswith(mark)}

@@ -1,0 +1,233 @@
+"""Kaplan-Meier curves with Greenwood's bands, and the log-rank test, of counts on a public grid of times.
+
+A time counts as the end of its interval: results are exactly those of the pooled rows with times rounded up
+to the grid. Intervals are merged until at least the least count of people leave each, in every group that
+anybody leaves there; what is left over at the end joins the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from scipy import linalg, stats
+from typing_extensions import override
+
+from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
+from roundtable.core.analyses.moments import or_none
+from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question, by_group, cells
+from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.tables.table_description import ColumnTable
+from roundtable.core.tables.table_reading import DataTable
+
+MOST_INTERVALS = 4096
+
+
+class KaplanMeier(Question):
+    """The share of people without the event, by time, for each group; with two groups or more the log-rank
+    test."""
+
+    ask: ClassVar[str] = "survival"
+
+    def __init__(
+        self,
+        columns: Mapping[str, ColumnTable],
+        least: int,
+        title: str,
+        time: str,
+        event: str,
+        every: float,
+        by: str | None = None,
+    ) -> None:
+        super().__init__(columns, least, title)
+        self.time = time
+        self.event = event
+        self.every = every
+        self.by = by
+        self.labels = self.category(by).labels if by is not None else ["all"]
+        span = self.number(time)
+        self.unit = span.unit or ""
+        if len(self.category(event).values) != 2:
+            raise ConfigError(
+                f"{title}: {event!r} must have two values, first that of the censored, then that of the event"
+            )
+        if span.least is None or span.least < 0:
+            raise ConfigError(f"{title}: times are from 0 on: set least = 0 in [columns.{time}]")
+        self.intervals = math.ceil(float(span.most or 0.0) / every)
+        if not 1 <= self.intervals <= MOST_INTERVALS:
+            raise ConfigError(
+                f"{title}: every = {every:g} makes {self.intervals} intervals up to most = {span.most:g}; "
+                f"1 to {MOST_INTERVALS} can be: take a coarser grid"
+            )
+
+    @property
+    def _shape(self) -> Shape:
+        return (len(self.labels), self.intervals)
+
+    @property
+    @override
+    def names(self) -> tuple[str, ...]:
+        return (self.time, self.event, *([self.by] if self.by is not None else []))
+
+    @property
+    @override
+    def told(self) -> tuple[str, ...]:
+        return self.names
+
+    @property
+    @override
+    def counts(self) -> Mapping[str, Shape]:
+        return {"events": self._shape, "leavers": self._shape}
+
+    @property
+    @override
+    def public(self) -> Mapping[str, Shape]:
+        return {
+            "events": self._shape,
+            "leavers": self._shape,
+            "ends": (self.intervals,),
+            "used": (1,),
+        }
+
+    @override
+    def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
+        values, died = table.column(self.time), table.column(self.event)
+        place = np.clip(np.ceil(values / self.every - 1e-9) - 1, 0, self.intervals - 1)
+        group = by_group(table, self.by, len(self.labels))
+        known = np.where(np.isnan(died), np.nan, place)
+        return {
+            "leavers": cells([group, known], self._shape),
+            "events": cells([group, np.where(died == 1, known, np.nan)], self._shape),
+        }
+
+    @override
+    def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
+        leavers, events = sums["leavers"], sums["events"]
+        if (events > leavers).any():
+            raise TaskError(f"{self.title}: more events than people in an interval: a silo's answer is wrong")
+        if (leavers.sum(axis=1) < max(self.least, 1)).any():
+            return {"stage": -float(TOO_FEW)}
+        starts = merged(leavers, self.least)
+        ends = np.zeros(self.intervals)
+        last = [*(start - 1 for start in starts[1:]), self.intervals - 1]
+        ends[: len(starts)] = (np.array(last) + 1.0) * self.every
+        kept = np.zeros((2, *self._shape))
+        for place, each in enumerate((events, leavers)):
+            kept[place, :, : len(starts)] = np.add.reduceat(each, starts, axis=1)
+        return {
+            "stage": DONE,
+            "events": kept[0],
+            "leavers": kept[1],
+            "ends": ends,
+            "used": np.array([float(len(starts))]),
+        }
+
+    @override
+    def answer(self, public: Arrays) -> Answer:
+        used = int(public["used"][0])
+        ends, events, leavers = (public[name][..., :used] for name in ("ends", "events", "leavers"))
+        at_risk = np.cumsum(leavers[:, ::-1], axis=1)[:, ::-1]
+        rows: list[list[Any]] = []
+        values: dict[str, Any] = {"merged": self.intervals - used, "curves": {}}
+        notes = []
+        for number, label in enumerate(self.labels):
+            curve = _curve(ends, events[number], at_risk[number])
+            values["curves"][label] = curve
+            share = dict(zip(("survival", "lower", "upper"), curve["quartiles"], strict=True))
+            rows.append(
+                [label, int(at_risk[number][0]), int(events[number].sum()), curve["median"], *share.values()]
+            )
+        header = [
+            self.by or "group",
+            "rows",
+            "events",
+            "median",
+            "at a quarter of it",
+            "half",
+            "three quarters",
+        ]
+        header[4:] = [f"S({end:g})" for end in _quarter_ends(ends)]
+        if len(self.labels) > 1:
+            values["log_rank"] = log_rank(events, at_risk)
+            test = values["log_rank"]
+            if test["chi2"] is None:
+                notes.append("no log-rank test: the groups are not at risk together")
+            else:
+                freedom = f"{test['df']} degrees of freedom, p {test['p']:.4g}"
+                notes.append(f"log-rank chi-square {test['chi2']:.6g}, {freedom}")
+        if values["merged"]:
+            notes.append(
+                f"{used} intervals, merged from {self.intervals}: at least {self.least} people leave each"
+            )
+        return Answer(self.title, self.ask, header, rows, values, notes=notes)
+
+
+def merged(leavers: Doubles, least: int) -> list[int]:
+    """The first interval of each merged one: in every group none leaves there, or at least `least`."""
+    starts, start = [0], 0
+    gone = np.zeros(len(leavers))
+    fine = True
+    for place in range(leavers.shape[1]):
+        gone = gone + leavers[:, place]
+        fine = bool((least <= gone[gone > 0]).all())
+        if fine and place + 1 < leavers.shape[1]:
+            start = place + 1
+            starts.append(start)
+            gone = np.zeros(len(leavers))
+    while not fine and len(starts) > 1:
+        starts.pop()
+        gone = gone + leavers[:, starts[-1] : start].sum(axis=1)
+        start = starts[-1]
+        fine = bool((least <= gone[gone > 0]).all())
+    return starts
+
+
+def _quarter_ends(ends: Doubles) -> list[float]:
+    return [float(ends[min(len(ends) - 1, max(0, len(ends) * part // 4 - 1))]) for part in (1, 2, 3)]
+
+
+def _curve(ends: Doubles, events: Doubles, at_risk: Doubles) -> dict[str, Any]:
+    """Survival with log-log intervals of Greenwood's variance (Kalbfleisch & Prentice 2002, section 1.4)."""
+    where = (events > 0) & (at_risk > 0)
+    times, died, risk = ends[where], events[where], at_risk[where]
+    survival = np.cumprod(1 - died / risk)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        variance = np.cumsum(died / (risk * (risk - died)))
+        reach = stats.norm.ppf(0.975) * np.sqrt(variance) / np.log(survival)
+        lower, upper = survival ** np.exp(-reach), survival ** np.exp(reach)
+    half = np.flatnonzero(survival <= 0.5)
+
+    def at(time: float) -> float:
+        seen = np.flatnonzero(times <= time)
+        return float(survival[seen[-1]]) if seen.size else 1.0
+
+    return {
+        "times": times.tolist(),
+        "at_risk": [int(each) for each in risk],
+        "events": [int(each) for each in died],
+        "survival": survival.tolist(),
+        "lower": [or_none(each) for each in lower],
+        "upper": [or_none(each) for each in upper],
+        "median": float(times[half[0]]) if half.size else None,
+        "quartiles": [at(end) for end in _quarter_ends(ends)],
+    }
+
+
+def log_rank(events: Doubles, at_risk: Doubles) -> dict[str, Any]:
+    """The log-rank test of groups [groups, times], with the hypergeometric variance."""
+    risk, died = at_risk.sum(axis=0), events.sum(axis=0)
+    there = (risk > 1) & (died > 0)
+    risk, died = risk[there], died[there]
+    share = at_risk[:, there] / risk
+    observed = events[:, there].sum(axis=1) - (share * died).sum(axis=1)
+    factor = died * (risk - died) / (risk - 1)
+    variance = -(share * factor) @ share.T
+    variance[np.diag_indices(len(variance))] += (share * factor).sum(axis=1)
+    freedom = len(events) - 1
+    kept = variance[:-1, :-1]
+    if np.linalg.matrix_rank(kept, hermitian=True) != freedom:
+        return {"chi2": None, "p": None, "df": freedom}
+    chi2 = float(observed[:-1] @ linalg.solve(kept, observed[:-1], assume_a="pos"))
+    return {"chi2": chi2, "p": float(stats.chi2.sf(chi2, freedom)), "df": freedom}

@@ -1,0 +1,197 @@
+"""Reads a silo's table: from a CSV or Parquet file, or from a database."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from roundtable.core import extras
+from roundtable.core.errors import TaskError
+from roundtable.core.tables.table_description import ColumnTable, DataTableTable, code_key
+
+Values = npt.NDArray[np.float64]
+_READS = "a table of [data]"
+_ALWAYS_MISSING = frozenset(("", "nan", "na", "null", "none"))
+
+
+@dataclass(frozen=True)
+class DataTable:
+    """Columns of equal length, float64 [rows], NaN where a value is missing.
+
+    A category's value is its place among the `values` of its description.
+    """
+
+    columns: Mapping[str, Values]
+    descriptions: Mapping[str, ColumnTable]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()))) if self.columns else 0
+
+    def column(self, name: str) -> Values:
+        """One column, float64 [rows]. TaskError for one that is not there."""
+        if name not in self.columns:
+            raise TaskError(f"the table has no column {name!r}; it has {', '.join(sorted(self.columns))}")
+        return self.columns[name]
+
+    def matrix(self, names: Sequence[str]) -> Values:
+        """Columns side by side, float64 [rows, columns]."""
+        return np.column_stack([self.column(name) for name in names])
+
+
+def read_columns(table: DataTableTable, wanted: Mapping[str, ColumnTable] | None = None) -> DataTable:
+    """The columns of a table, checked by their descriptions: `wanted` those that a study needs; None for all
+    that the table describes.
+
+    What the silo says of a column (missing codes, range, values) holds beside what the study says. Raises
+    TaskError that names column and row for a value that is none, or not in its range; of a value itself it
+    tells nothing, as messages leave the silo.
+    """
+    needed = dict(table.columns if wanted is None else wanted)
+    raw = raw_columns(table, list(needed))
+    found = {}
+    for name, description in needed.items():
+        own = table.columns.get(name, description)
+        found[name] = _checked(name, raw[name], description, own)
+    return DataTable(found, needed)
+
+
+def column_names(table: DataTableTable) -> list[str]:
+    """The names of all columns that the table has."""
+    return list(_source(table).names)
+
+
+def raw_columns(table: DataTableTable, names: Sequence[str]) -> dict[str, list[Any]]:
+    """These columns as they stand there. TaskError where the table or a column is missing."""
+    source = _source(table)
+    if lost := [name for name in names if name not in source.names]:
+        raise TaskError(
+            f"the table has no column {', '.join(map(repr, lost))}; it has {', '.join(source.names)}"
+        )
+    places = [source.names.index(name) for name in names]
+    columns: list[list[Any]] = [[] for _ in names]
+    for number, row in enumerate(source.rows, 1):
+        if len(row) != len(source.names):
+            raise TaskError(
+                f"row {number} of the table has {len(row)} values where there are {len(source.names)} columns"
+            )
+        for column, place in zip(columns, places, strict=True):
+            column.append(row[place])
+    return dict(zip(names, columns, strict=True))
+
+
+@dataclass(frozen=True)
+class _Source:
+    names: Sequence[str]
+    rows: Iterable[Sequence[Any]]
+
+
+def _source(table: DataTableTable) -> _Source:
+    if table.url is not None:
+        return _of_database(table.url, str(table.query))
+    path = Path(str(table.file)).expanduser()
+    if not path.is_file():
+        raise TaskError(f"there is no table at {path}: [data] names its file")
+    if path.suffix == ".parquet":
+        return _of_parquet(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path} is no UTF-8 text (byte {error.start}): save it as UTF-8") from None
+    separator = "\t" if path.suffix == ".tsv" and table.separator == "," else table.separator
+    rows = [row for row in csv.reader(text.splitlines(), delimiter=separator) if row]
+    if table.header:
+        return _Source(table.header, rows)
+    if not rows:
+        raise TaskError(f"{path} is empty: its first line names the columns, or [data] has a header")
+    names = [name.strip() for name in rows[0]]
+    if len(set(names)) != len(names):
+        raise TaskError(
+            f"the first line of {path} repeats a name; give a header in [data] if it is no header"
+        )
+    return _Source(names, rows[1:])
+
+
+def _of_parquet(path: Path) -> _Source:
+    parquet = extras.load("pyarrow.parquet", f"{_READS} in a Parquet file")
+    try:
+        table = parquet.read_table(path)
+    except (OSError, ValueError) as error:
+        raise TaskError(f"{path} cannot be read as Parquet: {error}") from None
+    columns = [column.to_pylist() for column in table.columns]
+    return _Source(table.column_names, list(zip(*columns, strict=True)))
+
+
+def _of_database(url: str, query: str) -> _Source:
+    sql = extras.load("sqlalchemy", f"{_READS} in a database")
+    try:
+        engine = sql.create_engine(url)
+    except (sql.exc.ArgumentError, sql.exc.NoSuchModuleError):
+        raise TaskError("[data] url is no address that SQLAlchemy understands") from None
+    try:
+        with engine.connect() as connection:
+            answer = connection.execute(sql.text(query))
+            return _Source(list(answer.keys()), [tuple(row) for row in answer])
+    except sql.exc.SQLAlchemyError as error:
+        # The message may hold the query's own values, and the address a password.
+        kind = type(getattr(error, "orig", None) or error).__name__
+        raise TaskError(f"the silo's database did not answer the query of [data] ({kind})") from None
+    finally:
+        engine.dispose()
+
+
+def _checked(name: str, values: Sequence[Any], study: ColumnTable, silo: ColumnTable) -> Values:
+    missing = {code_key(code) for table in (study, silo) for code in table.missing}
+    meant = {code_key(code): value for table in (study, silo) for code, value in table.recode.items()}
+    places = {code_key(value): place for place, value in enumerate(study.values)}
+    found = np.empty(len(values))
+    for number, value in enumerate(values):
+        key = "" if value is None else code_key(int(value) if isinstance(value, bool) else value)
+        key = code_key(meant[key]) if key in meant else key
+        found[number] = _number(name, number + 1, key, missing, places, study.kind)
+    for table in (study, silo):
+        if table.kind != "number":
+            continue
+        below = found < table.least if table.least is not None else np.zeros(len(found), bool)
+        above = found > table.most if table.most is not None else np.zeros(len(found), bool)
+        if (outside := np.flatnonzero(below | above)).size:
+            raise TaskError(
+                f"column {name!r} is not between {_end(table.least)} and {_end(table.most)} in "
+                f"{outside.size} rows, the first of them row {outside[0] + 1}: correct the data, or name "
+                "what stands for a missing value (missing)"
+            )
+    return found
+
+
+def _number(
+    name: str,
+    row: int,
+    key: float | str,
+    missing: set[float | str],
+    places: Mapping[float | str, int],
+    kind: str,
+) -> float:
+    if key in missing or (isinstance(key, str) and key.lower() in _ALWAYS_MISSING):
+        return np.nan
+    if kind == "category":
+        if key not in places:
+            raise TaskError(
+                f"column {name!r}, row {row}: a value that is none of the column's values: correct the data, "
+                "or name what stands for a missing value (missing)"
+            )
+        return places[key]
+    if isinstance(key, str):
+        raise TaskError(
+            f"column {name!r}, row {row}: not a finite number: correct the data, or name what stands for a "
+            "missing value (missing)"
+        )
+    return key
+
+
+def _end(value: float | None) -> str:
+    return "anything" if value is None else f"{value:g}"

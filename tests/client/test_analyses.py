@@ -1,0 +1,218 @@
+"""Analyses over real silos: the same bits as on local files, and what a silo refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from federation import NAMES, Federation, agents, federation_of, silo
+
+from roundtable.cli.main import run as run_command
+from roundtable.client.agent.silo_log import NAME
+from roundtable.client.policy.analysis_rules import AnalysesTable, analysis_objections, objections_to_count
+from roundtable.client.policy.config import AgentConfig
+from roundtable.client.policy.policy_table import PolicyTable
+from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.evidence.audit_log import read_log
+from roundtable.core.identity.credentials import CA_CERTIFICATE
+from roundtable.core.tables.silo_tables import SiloTables
+from roundtable.core.task import Site
+from roundtable.operator import OperatorClient
+from roundtable.surveys import analyse, load_survey, survey_job
+
+SURVEY = """
+table = "people"
+secure_aggregation = true
+
+[columns.age]
+unit = "years"
+least = 0
+most = 120
+missing = ["?"]
+
+[columns.ill]
+kind = "category"
+values = ["no", "yes"]
+
+[[questions]]
+ask = "describe"
+columns = ["age"]
+by = "ill"
+
+[[questions]]
+ask = "logistic"
+outcome = "ill"
+on = ["age"]
+
+[[questions]]
+ask = "quantiles"
+column = "age"
+at = [0.5]
+"""
+
+
+def write(folder: Path) -> Path:
+    """A survey beside the three silos' files."""
+    lines = [SURVEY, "[silos]"]
+    for number, name in enumerate(NAMES):
+        draw = np.random.default_rng(number)
+        age = draw.integers(20, 90, 40)
+        ill = np.where(draw.random(40) < age / 110, "yes", "no")
+        rows = [
+            f"{'?' if place == 7 else years},{word}"
+            for place, (years, word) in enumerate(zip(age, ill, strict=True))
+        ]
+        (folder / f"{name}.csv").write_text("\n".join(["age,ill", *rows]) + "\n")
+        lines.append(f'{name} = "{name}.csv"')
+    (folder / "survey.toml").write_text("\n".join(lines))
+    return folder / "survey.toml"
+
+
+def with_table(federation: Federation, name: str, **policy: Any) -> AgentConfig:
+    table = {"people": {"file": f"{name}.csv", "columns": {"age": {"unit": "years"}}}}
+    config = replace(silo(federation, name), tasks={"analysis": "analysis"}, data=table)
+    return replace(config, policy=PolicyTable(analyses=AnalysesTable(**policy)))
+
+
+def wait_for_silos(address: str, folder: Path) -> None:
+    """Until all are connected."""
+    with OperatorClient(address, folder / "operator") as operator:
+        while sum(client.online for client in operator.clients()) < len(NAMES):
+            time.sleep(0.01)
+
+
+async def test_silos_answer_as_local_files_do_and_write_down_what_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    survey = write(tmp_path)
+    here = analyse(survey)
+    in_the_clear = analyse(survey, overrides={"secure_aggregation": False})
+    assert [answer.values for answer in here.answers] == [answer.values for answer in in_the_clear.answers]
+    async with federation_of(tmp_path, "") as (address, folder):
+        command = [
+            "analyse",
+            str(survey),
+            "--coordinator",
+            address,
+            "--credentials",
+            str(folder / "operator"),
+        ]
+        async with agents(*(with_table((address, folder), name) for name in NAMES)):
+            await asyncio.to_thread(wait_for_silos, address, folder)
+            code = await asyncio.to_thread(run_command, [*command, "--json"])
+            said = capsys.readouterr()
+            assert code == 0, said.err
+            found = json.loads(said.out)
+            assert found == {**here.to_dict(), "rounds": found["rounds"]}
+            code = await asyncio.to_thread(
+                run_command, [*command, "--set", "secure_aggregation=false", "--set", "least_count=30"]
+            )
+            assert code == 2
+            refused = capsys.readouterr().err
+            assert "a cell of this silo has fewer than 30 rows" in refused
+            assert "secure_aggregation = true" in refused
+    lines = (tmp_path / "state" / "alder" / NAME).read_text().splitlines()
+    left = [
+        entry
+        for entry in read_log(lines, (tmp_path / "ca" / CA_CERTIFICATE).read_bytes(), "agent").entries
+        if entry.action == "answered"
+    ]
+    assert [entry.detail["round"] for entry in left] == [*range(1, found["rounds"] + 1)]
+    assert left[0].detail["masked"] is True
+    assert [asked["ask"] for asked in left[0].detail["questions"]] == ["describe", "logistic", "quantiles"]
+
+
+def test_what_a_silo_objects_to(tmp_path: Path) -> None:
+    job = survey_job(load_survey(write(tmp_path)), 3)
+
+    def said(**rules: Any) -> list[str]:
+        return list(analysis_objections(AnalysesTable(**rules), job))
+
+    assert said() == []
+    assert "of no fewer than 10" in said(least_count=10)[0]
+    assert "'people' may not be asked" in said(tables=["others"])[0]
+    assert "of the kind logistic, quantiles are not answered" in said(allowed=["describe"])[0]
+    assert ["'ill' may be neither" in line for line in said(protected=["ill"])] == [True, True]
+    assert said(protected=["age"]) == []
+    begun = [(1000.0, job), (2000.0, job)]
+    assert list(objections_to_count(AnalysesTable(a_day=2), job, begun, 87399.0)) != []
+    assert list(objections_to_count(AnalysesTable(a_day=2), job, begun, 87401.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing = []", "column 'age', row 8: not a finite number"),
+        ("missing = ['?']\nunit = 'months'", "column 'age' is in 'months' here and in 'years' in the study"),
+        ("missing = ['?']\nleast = 60", "column 'age' is not between 60 and"),
+        ("kind = 'category'\nvalues = [1, 2]", "column 'age' is a category here and a number in the study"),
+    ],
+)
+def test_a_silo_whose_table_is_not_the_studys_says_in_what_it_differs(
+    tmp_path: Path, change: str, message: str
+) -> None:
+    survey = write(tmp_path)
+    text = survey.read_text().replace('missing = ["?"]\n', "")
+    table = f"cedar = {{ file = 'cedar.csv', columns = {{ age = {{ {change.replace(chr(10), ', ')} }} }} }}"
+    others = ", columns = { age = { missing = ['?'] } } }"
+    text = text.replace('cedar = "cedar.csv"', table)
+    for name in ("alder", "birch"):
+        text = text.replace(f'{name} = "{name}.csv"', f"{name} = {{ file = '{name}.csv'{others}")
+    survey.write_text(text)
+    with pytest.raises(Exception, match=message) as raised:
+        analyse(survey)
+    assert "cedar" in str(raised.value)
+
+
+def test_a_task_trains_on_the_same_table(tmp_path: Path) -> None:
+    write(tmp_path)
+    columns = {"age": {"missing": ["?"]}, "ill": {"kind": "category", "values": ["no", "yes"]}}
+    site = Site("alder", options={"people": {"file": str(tmp_path / "alder.csv"), "columns": columns}})
+    table = site.table("people")
+    assert table.matrix(["age", "ill"]).shape == (40, 2)
+    assert np.flatnonzero(np.isnan(table.column("age"))).tolist() == [7]
+    with pytest.raises(TaskError, match="no table 'others'"):
+        site.table("others")
+    assert list(SiloTables({"path": "/srv/scans", **site.options})) == ["people"]
+
+
+def test_a_table_comes_out_of_a_database(tmp_path: Path) -> None:
+    sql = pytest.importorskip("sqlalchemy")
+    url = f"sqlite:///{tmp_path / 'silo.db'}"
+    engine = sql.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sql.text("CREATE TABLE people (age REAL, ill TEXT)"))
+        connection.execute(sql.text("INSERT INTO people VALUES (50.5, 'no'), (NULL, 'yes')"))
+    engine.dispose()
+    columns = {"age": {}, "ill": {"kind": "category", "values": ["no", "yes"]}}
+    described = {"url": url, "query": "SELECT age, ill FROM people", "columns": columns}
+    table = Site("alder", options={"people": described}).table("people")
+    assert np.array_equal(table.matrix(["age", "ill"]), [[50.5, 0], [np.nan, 1]], equal_nan=True)
+    wrong = Site("alder", options={"people": {**described, "query": "SELECT secret FROM nowhere"}})
+    with pytest.raises(TaskError, match="did not answer the query") as raised:
+        wrong.table("people")
+    assert "secret" not in str(raised.value)
+
+
+def test_a_table_comes_out_of_a_parquet_file(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "people.parquet"
+    parquet.write_table(arrow.table({"age": [50.5, None], "ill": [True, False]}), file)
+    columns = {"age": {}, "ill": {"kind": "category", "values": [0, 1]}}
+    table = Site("alder", options={"people": {"file": str(file), "columns": columns}}).table("people")
+    assert np.array_equal(table.matrix(["age", "ill"]), [[50.5, 1], [np.nan, 0]], equal_nan=True)
+
+
+def test_a_question_that_cannot_be_asked_is_refused_before_anybody_is(tmp_path: Path) -> None:
+    survey = load_survey(write(tmp_path))
+    with pytest.raises(ConfigError, match="at least 3 silos"):
+        survey_job(survey, 2)
+    with pytest.raises(ConfigError, match=r"no least and most.*\[columns\.age\]"):
+        survey_job(load_survey(tmp_path / "survey.toml", {"columns.age": {"kind": "number"}}), 3)
