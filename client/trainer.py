@@ -23,6 +23,7 @@ from roundtable.core.encodings.feedback import Feedback, Sending
 from roundtable.core.encodings.journey import EncodingWatch, norm, norm_lost
 from roundtable.core.job_tables.transfer_table import TransferTable
 from roundtable.core.layout import Layout
+from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.observability.transfer_figures import Writing
 
 Figures = Mapping[str, float]
@@ -46,6 +47,7 @@ class StepWork:
     is in the model or in one before it; `steps` those to take, where the coordinator gives them, and
     `encoding` the chain for the update, "" for the job's. `trouble` hears of an incident that does not end
     the work: its kind (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
+    `set_up` hears what the step is trained on, once that is known.
     `in_line` hears that the step stands in line behind others (True), and that its turn has come (False).
     """
 
@@ -61,6 +63,7 @@ class StepWork:
     steps: int | None = None
     encoding: str = ""
     trouble: Callable[[str, str, str], None] = field(default=lambda kind, detail, action: None, compare=False)
+    set_up: Callable[[TrainingSetup], None] = field(default=lambda setup: None, compare=False)
     in_line: Callable[[bool], None] = field(default=lambda waits: None, compare=False)
 
     @property

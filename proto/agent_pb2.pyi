@@ -628,20 +628,81 @@ class Accepted(google.protobuf.message.Message):
 
     STEP_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
+    SETUP_FIELD_NUMBER: builtins.int
     queued: builtins.bool
     """Work has not begun: the step stands in line behind others at the silo. Said again without it at its turn."""
     @property
     def step(self) -> roundtable.proto.common_pb2.Step: ...
+    @property
+    def setup(self) -> global___Setup:
+        """What the silo trains the job on. Said again with it once that is known."""
+
     def __init__(
         self,
         *,
         step: roundtable.proto.common_pb2.Step | None = ...,
         queued: builtins.bool = ...,
+        setup: global___Setup | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["queued", b"queued", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["setup", b"setup", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["queued", b"queued", "setup", b"setup", "step", b"step"]) -> None: ...
 
 global___Accepted = Accepted
+
+@typing.final
+class Setup(google.protobuf.message.Message):
+    """What a silo trains a job on; of no value of its data."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class DegreesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    MACHINES_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
+    DEGREES_FIELD_NUMBER: builtins.int
+    machines: builtins.int
+    ranks: builtins.int
+    """Processes in all, each with a device."""
+    device: builtins.str
+    """"cpu", "cuda", a GPU's name."""
+    memory: builtins.int
+    """Bytes of one device; 0 for not told."""
+    plan: builtins.str
+    """How they train, in one line for people."""
+    @property
+    def degrees(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Ways of parallelism by name (dp, fsdp, tp, pp, ep, ...), each with its degree."""
+
+    def __init__(
+        self,
+        *,
+        machines: builtins.int = ...,
+        ranks: builtins.int = ...,
+        device: builtins.str = ...,
+        memory: builtins.int = ...,
+        plan: builtins.str = ...,
+        degrees: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["degrees", b"degrees", "device", b"device", "machines", b"machines", "memory", b"memory", "plan", b"plan", "ranks", b"ranks"]) -> None: ...
+
+global___Setup = Setup
 
 @typing.final
 class Progress(google.protobuf.message.Message):

@@ -469,6 +469,7 @@ class JobDetail(google.protobuf.message.Message):
     HISTORY_FIELD_NUMBER: builtins.int
     INCIDENTS_FIELD_NUMBER: builtins.int
     INITIAL_MODEL_FIELD_NUMBER: builtins.int
+    SETUPS_FIELD_NUMBER: builtins.int
     job_config: builtins.str
     round: builtins.int
     attempt: builtins.int
@@ -493,6 +494,10 @@ class JobDetail(google.protobuf.message.Message):
     def initial_model(self) -> roundtable.proto.common_pb2.Artifact:
         """The model that it began with."""
 
+    @property
+    def setups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SiloSetup]:
+        """What silos have trained it on, by silo, each from the oldest on."""
+
     def __init__(
         self,
         *,
@@ -507,11 +512,70 @@ class JobDetail(google.protobuf.message.Message):
         history: collections.abc.Iterable[builtins.str] | None = ...,
         incidents: collections.abc.Iterable[roundtable.proto.common_pb2.Event] | None = ...,
         initial_model: roundtable.proto.common_pb2.Artifact | None = ...,
+        setups: collections.abc.Iterable[global___SiloSetup] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["initial_model", b"initial_model", "job", b"job"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "clients", b"clients", "deadline", b"deadline", "history", b"history", "incidents", b"incidents", "initial_model", b"initial_model", "job", b"job", "job_config", b"job_config", "phase", b"phase", "round", b"round", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "clients", b"clients", "deadline", b"deadline", "history", b"history", "incidents", b"incidents", "initial_model", b"initial_model", "job", b"job", "job_config", b"job_config", "phase", b"phase", "round", b"round", "setups", b"setups", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___JobDetail = JobDetail
+
+@typing.final
+class SiloSetup(google.protobuf.message.Message):
+    """A silo has said what it trains a job on from then; see Setup in agent.proto."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class DegreesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    CLIENT_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    MACHINES_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    MEMORY_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
+    DEGREES_FIELD_NUMBER: builtins.int
+    client: builtins.str
+    time: builtins.float
+    round: builtins.int
+    machines: builtins.int
+    ranks: builtins.int
+    device: builtins.str
+    memory: builtins.int
+    plan: builtins.str
+    @property
+    def degrees(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        client: builtins.str = ...,
+        time: builtins.float = ...,
+        round: builtins.int = ...,
+        machines: builtins.int = ...,
+        ranks: builtins.int = ...,
+        device: builtins.str = ...,
+        memory: builtins.int = ...,
+        plan: builtins.str = ...,
+        degrees: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "degrees", b"degrees", "device", b"device", "machines", b"machines", "memory", b"memory", "plan", b"plan", "ranks", b"ranks", "round", b"round", "time", b"time"]) -> None: ...
+
+global___SiloSetup = SiloSetup
 
 @typing.final
 class WatchJobRequest(google.protobuf.message.Message):

@@ -40,6 +40,7 @@ from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
 from roundtable.server.operations.measured_lines import MeasuredLines
 from roundtable.server.operations.populations import Populations
+from roundtable.server.operations.silo_setups import SiloSetups
 from roundtable.server.services.agents import AgentService
 from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.local_calls import LocalCalls
@@ -174,6 +175,7 @@ class Coordinator:
             populations=Populations(config.populations),
             queue=config.queue,
             links=MeasuredLines(self._database, self._together),
+            setups=SiloSetups(self._together),
             encodings=config.encodings,
         )
         self.jobs = JobRegistry(services)

@@ -11,6 +11,7 @@ from roundtable.client.door import outgoing
 from roundtable.client.door.outgoing import ProgressFigures
 from roundtable.client.step_key import StepKey, about
 from roundtable.core.observability.released import Told, public
+from roundtable.core.observability.training_setup import TrainingSetup
 
 _log = logging.getLogger("roundtable.agent")
 _PROGRESS_SECONDS = 0.5
@@ -45,6 +46,10 @@ class StepReporter:
     def transferred(self, step: StepKey, activity: str, done: int, total: int) -> None:
         """Reports how many bytes of an artifact have gone: that follows from the model's size alone."""
         self.report(step, activity, public(ProgressFigures(done, total)))
+
+    def set_up(self, step: StepKey, setup: TrainingSetup) -> None:
+        """Tells what a step is trained on."""
+        self._link.send(outgoing.accepted(step, setup=setup))
 
     def trouble(self, step: StepKey, kind: str, detail: str, action: str) -> None:
         """Reports an incident that the silo deals with itself."""

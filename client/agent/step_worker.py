@@ -107,6 +107,7 @@ class StepWorker:
             steps=steps,
             encoding=told_encoding(job, asked.encoding),
             trouble=partial(self._reporter.trouble, step),
+            set_up=partial(self._reporter.set_up, step),
             in_line=in_line,
         )
         if asked.kind == "train" and is_secure(job):

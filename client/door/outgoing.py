@@ -19,6 +19,7 @@ from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import sign
 from roundtable.core.observability.logs import LineKind
 from roundtable.core.observability.released import Told
+from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.observability.transfer_figures import NOTHING_CAME, ModelArrival, Writing
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values, update_values
@@ -142,9 +143,10 @@ def goodbye(reason: str) -> FromAgent:
     return FromAgent(goodbye=agent_pb2.Goodbye(reason=reason))
 
 
-def accepted(step: StepKey, queued: bool = False) -> FromAgent:
-    """The instruction was understood and work has begun, or stands in line behind other steps."""
-    return FromAgent(accepted=agent_pb2.Accepted(step=_step(step), queued=queued))
+def accepted(step: StepKey, queued: bool = False, setup: TrainingSetup | None = None) -> FromAgent:
+    """The instruction was understood and work has begun, on `setup`, or stands in line behind other steps."""
+    told = None if setup is None else agent_pb2.Setup(**setup.plain())
+    return FromAgent(accepted=agent_pb2.Accepted(step=_step(step), queued=queued, setup=told))
 
 
 def progress(step: StepKey, activity: str, told: Told[ProgressFigures]) -> FromAgent:

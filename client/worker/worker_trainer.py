@@ -19,11 +19,12 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.gpus import shown_gpus
 from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, its_turn
 from roundtable.client.training.metrics import Metrics
-from roundtable.client.worker.executor import Settings, part_of_batch
+from roundtable.client.worker.executor import Settings, choose_device, part_of_batch
 from roundtable.client.worker.rehearsal import Rehearsed
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.identity.certificates import SECRET_VARIABLES
 from roundtable.core.observability.logs import shareable
+from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.observability.transfer_figures import Writing
 from roundtable.core.privacy_table import ExampleLevel
 
@@ -169,6 +170,8 @@ class WorkerTrainer:
             if self._child is None:
                 await self.start()
             assert self._child is not None
+            if verb == "train":
+                work.set_up(TrainingSetup(device=str(choose_device(self._config.device))))
             return await self._child.do(verb, order, progress)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from roundtable.client.durable_files import write_file
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, its_turn
+from roundtable.client.trainer import Figures, ProgressListener, StepWork, TrainedUpdate, its_turn
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Settings
 from roundtable.client.worker.worker_trainer import order_of_work
@@ -35,6 +35,7 @@ from roundtable.cluster.agent.replica_starts import ReplicaStarts
 from roundtable.cluster.plan.resources import Resources, allowed_resources
 from roundtable.cluster.train.checkpoint_places import checkpoint_folder, mirrors
 from roundtable.cluster.train.fellow_replicas import PLACES
+from roundtable.cluster.train.group_plan import left_plan
 from roundtable.cluster.train.orders import SOCKET, Advice, Report, take_reports
 from roundtable.cluster.train.rank import SETTINGS
 from roundtable.core.errors import ResourceError
@@ -112,7 +113,17 @@ class ClusterTrainer:
 
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """See Trainer."""
-        update = (await self._do("train", work, progress))["trained"]
+        told = False
+
+        def seen(done: int, total: int, loss: float, figures: Figures | None = None) -> None:
+            # With its first step the group has its plan.
+            nonlocal told
+            if not told and (setup := left_plan(self._folder)) is not None:
+                work.set_up(setup)
+            told = True
+            progress(done, total, loss, figures)
+
+        update = (await self._do("train", work, seen))["trained"]
         metrics = {name: (value, count) for name, (value, count) in update["metrics"].items()}
         return TrainedUpdate(
             digest=update["digest"], size=update["size"], examples=update["examples"], metrics=metrics

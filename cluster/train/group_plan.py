@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from roundtable.client.durable_files import replace_synced
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.choice.planner import ClusterPlan, make_plan
 from roundtable.cluster.choice.search import HEADROOM
@@ -24,6 +25,7 @@ from roundtable.cluster.train.orders import Advice
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ResourceError
+from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.task import Task
 
 
@@ -45,9 +47,38 @@ def plan_together(
         halvings = Advice.read(folder).halvings
         plan, strategy = lightened(probe, resources, job, table, links, halvings)
         text = json.dumps(strategy.to_plain())
+        leave_plan(folder, setup_of(resources, strategy))
         print(f"plan: {strategy} ({'; '.join(plan.reasons[-1:])})", flush=True)
     strategy = Strategy.from_plain(json.loads(broadcast_text(text, control)))
     return strategy, probe.tensor_parallel if strategy.mesh.tp > 1 else None
+
+
+PLANNED = "planned.json"
+
+
+def setup_of(resources: Resources, strategy: Strategy) -> TrainingSetup:
+    """What the job's record keeps of ranks and plan."""
+    return TrainingSetup(
+        machines=resources.nodes,
+        ranks=resources.world,
+        device=resources.gpu_name or resources.device,
+        memory=resources.memory,
+        plan=str(strategy),
+        degrees={name: degree for name, degree in asdict(strategy.mesh).items() if degree > 1},
+    )
+
+
+def leave_plan(folder: Path, setup: TrainingSetup) -> None:
+    """Leaves the plan where the agent looks for it."""
+    replace_synced(folder / PLANNED, [json.dumps(setup.plain()).encode()])
+
+
+def left_plan(folder: Path) -> TrainingSetup | None:
+    """What the ranks have planned; None where nobody has, or another version wrote it."""
+    try:
+        return TrainingSetup(**json.loads((folder / PLANNED).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def lightened(

@@ -269,8 +269,10 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     ),
     "JobDetail": {
         **_of(Tells.PUBLIC, "job job_config round attempt phase deadline history incidents initial_model"),
-        **_of(Tells.COHORT, "clients waiting_for"),
+        **_of(Tells.COHORT, "clients waiting_for setups"),
     },
+    # Stored of jobs alone whose cohorts are no secret: who says it takes part.
+    "SiloSetup": _of(Tells.COHORT, "client time round machines ranks device memory plan degrees"),
     # Of a silo's lines its own policy decides, and of the coordinator's the row of the event.
     "JobLogLine": _of(Tells.PUBLIC, "sequence time silo level round attempt phase kind text"),
     "JobLogLines": _of(Tells.PUBLIC, "lines"),
@@ -345,7 +347,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     # A person at the silo has seen each byte, or its file says that nobody need.
     "SiloReport": _of(Tells.PUBLIC, "request status reason report"),
     "Heartbeat": {"state": Tells.PUBLIC},
-    "Accepted": _of(Tells.PUBLIC, "step queued"),
+    # Of the silo's machines and the job's model.
+    "Accepted": _of(Tells.PUBLIC, "step queued setup"),
+    "Setup": _of(Tells.PUBLIC, "machines ranks device memory plan degrees"),
     "Progress": {**_of(Tells.PUBLIC, "step activity"), **_of(Tells.SILO, "done total loss figures")},
     # Sentences of the agent: no message of a task's exception, no figure of an account.
     "Failure": _of(Tells.PUBLIC, "step kind detail"),

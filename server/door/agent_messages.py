@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from roundtable.core.errors import SiteFailure
+from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.observability.transfer_figures import NOTHING_CAME, ModelArrival, Writing
 from roundtable.engine import messages as m
 from roundtable.server.store import AgentRow, Capacity
@@ -61,10 +62,14 @@ class Beat:
 
 @dataclass(frozen=True)
 class Begun:
-    """The instruction was understood and work has begun; `queued`: it stands in line behind other steps."""
+    """The instruction was understood and work has begun; `queued`: it stands in line behind other steps.
+
+    `setup` is what it is trained on, where the silo says so.
+    """
 
     at: JobStep
     queued: bool = False
+    setup: TrainingSetup | None = None
 
     def event(self, site: str) -> m.WorkStarted:
         """As the engine hears of it from this silo."""

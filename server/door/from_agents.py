@@ -16,6 +16,7 @@ from roundtable.core.errors import FAILURE_KINDS, ProtocolError
 from roundtable.core.foreign_text import printable
 from roundtable.core.observability.log_levels import LEVELS
 from roundtable.core.observability.logs import LineKind
+from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.observability.transfer_figures import EncodingTrial, ModelArrival, Writing
 from roundtable.engine import messages as m
 from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, common_pb2
@@ -64,6 +65,7 @@ _MOST_SECONDS = 10 * 366 * 86400.0
 _MOST_ERROR = 1e9
 _MOST_TRIALS = 16
 _LEAST_SIZE = 1e-9
+_MOST_WAYS, _MOST_RANKS, _MAX_PLAN = 20, 1_000_000, 500
 _REPORT_STATES = ("shown", "denied", "sent")
 _KINDS = get_args(LineKind)
 
@@ -247,6 +249,28 @@ def _drained(message: agent_pb2.Maintenance) -> str:
     return (bounds.one_line(message.reason, MAX_REASON) or "no reason given") if message.drained else ""
 
 
+def _begun(message: agent_pb2.Accepted) -> Begun:
+    setup = _setup(message.setup) if message.HasField("setup") else None
+    return Begun(step_of(message.step), message.queued, setup)
+
+
+def _setup(message: agent_pb2.Setup) -> TrainingSetup:
+    if len(message.degrees) > _MOST_WAYS:
+        raise ProtocolError(f"{len(message.degrees)} ways of parallelism; at most {_MOST_WAYS} can be")
+    degrees = {
+        bounds.word(name, "a way of parallelism"): bounds.within(degree, 1, _MOST_RANKS, "its degree")
+        for name, degree in message.degrees.items()
+    }
+    return TrainingSetup(
+        bounds.within(message.machines, 1, _MOST_RANKS, "the number of machines"),
+        bounds.within(message.ranks, 1, _MOST_RANKS, "the number of ranks"),
+        bounds.one_line(message.device, _MAX_NAME),
+        bounds.within(message.memory, 0, bounds.MOST_COUNT, "the bytes of a device"),
+        bounds.one_line(message.plan, _MAX_PLAN),
+        dict(sorted(degrees.items())),
+    )
+
+
 def _progress(message: agent_pb2.FromAgent) -> ProgressReport:
     said = message.progress
     for name, value in (("done", said.done), ("total", said.total)):
@@ -319,7 +343,7 @@ def _reply(message: agent_pb2.FromAgent) -> ProtocolReply:
 _DECODERS: dict[str, Callable[[agent_pb2.FromAgent], AgentMessage]] = {
     "hello": _introduction,
     "heartbeat": lambda message: Beat(bounds.one_line(message.heartbeat.state, 50)),
-    "accepted": lambda message: Begun(step_of(message.accepted.step), message.accepted.queued),
+    "accepted": lambda message: _begun(message.accepted),
     "progress": _progress,
     "failure": lambda message: _given_up(message.failure),
     "trouble": lambda message: SelfHelp(

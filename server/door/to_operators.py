@@ -15,6 +15,7 @@ from roundtable.server.store import AgentRow, EventRow, JobRow, LedgerRow
 from roundtable.server.store.job_lines import LineRow
 from roundtable.server.store.ledger import Limit
 from roundtable.server.store.report_rows import ReportRow
+from roundtable.server.store.setup_rows import SetupRow
 
 Job = operator_pb2.Job
 JobUpdate = operator_pb2.JobUpdate
@@ -114,6 +115,11 @@ def event_to(event: EventRow) -> common_pb2.Event:
         message=event.message,
         detail=json.dumps(dict(event.detail), separators=(",", ":")) if event.detail else "",
     )
+
+
+def setup_to(row: SetupRow) -> operator_pb2.SiloSetup:
+    """What a silo trained a job on, as operators see it."""
+    return operator_pb2.SiloSetup(client=row.client, time=row.time, round=row.round, **row.setup.plain())
 
 
 def log_page(lines: Iterable[LineRow]) -> operator_pb2.JobLogLines:

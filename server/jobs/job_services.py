@@ -13,6 +13,7 @@ from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
 from roundtable.server.operations.measured_lines import MeasuredLines
 from roundtable.server.operations.populations import Populations
+from roundtable.server.operations.silo_setups import SiloSetups
 from roundtable.server.queue.queue_rules import QueueRules
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.retention import Retention
@@ -45,4 +46,5 @@ class JobServices:
     populations: Populations
     queue: QueueRules
     links: MeasuredLines
+    setups: SiloSetups
     encodings: Mapping[str, str]

@@ -14,6 +14,7 @@ from roundtable.server.door.to_agents import SignedSubmission
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import AgentSession
 from roundtable.server.jobs.step_means import StepMeans
+from roundtable.server.store.setup_rows import SetupRow
 
 log = logging.getLogger("roundtable.server.jobs.step_instructions")
 
@@ -61,13 +62,17 @@ class StepInstructions:
             self._asked[action.client] = time.monotonic()
 
     def heard(self, session: AgentSession, message: AgentMessage, *, told: bool) -> None:
-        """Takes the first word that an instruction has come as a round trip, where cohorts are `told`.
+        """Keeps what the silo trains on, and takes the first word that an instruction has come as a round
+        trip, where cohorts are `told`.
 
         Of a silo behind a relay nothing is known by that.
         """
         client = session.name
         if not isinstance(message, Begun) or self.step_of(client) != message.at.step:
             return
+        if message.setup is not None and told:
+            now, round = self._services.clock(), message.at.step.round
+            self._services.setups.heard(SetupRow(self._job, client, now, round, message.setup))
         asked = self._asked.pop(client, None)
         if asked is not None and told and "relay" not in session.client.metadata:
             self._services.links.answered(client, time.monotonic() - asked)

@@ -20,7 +20,7 @@ from roundtable.core.evidence.audit_log import entry
 from roundtable.core.identity.credentials import SiloIdentity, identity_of
 from roundtable.core.identity.signing import VOUCHED_FOR, check_submission, job_identifier, job_values, vouch
 from roundtable.engine import messages as m
-from roundtable.proto import common_pb2, operator_pb2, operator_pb2_grpc
+from roundtable.proto import EVENTS_AT_ONCE, common_pb2, operator_pb2, operator_pb2_grpc
 from roundtable.server.auth.access import Context, Refusal, caller, principal
 from roundtable.server.auth.quotas import Quotas
 from roundtable.server.door import from_operators as door
@@ -33,17 +33,12 @@ from roundtable.server.services import transfer
 from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.silo_reports import SiloReports
 from roundtable.server.services.storing import Storing
-from roundtable.server.services.watching import MOST_EVENTS, detail_of, updates
+from roundtable.server.services.watching import add_faults_and_setups, detail_of, updates
 from roundtable.server.store import FINAL, AgentRow, JobRow, tables
 from roundtable.server.store.agent_rows import all_clients, disable
 from roundtable.server.store.artifacts import is_readable
 from roundtable.server.store.audit import append
-from roundtable.server.store.jobs import (
-    UnknownJob,
-    last_sequence,
-    newest_history,
-    newest_incidents,
-)
+from roundtable.server.store.jobs import UnknownJob, last_sequence, newest_history
 from roundtable.server.store.ledger import Limit, entries, limits, remove_budget, totals
 from roundtable.server.store.trust_rows import revoked_silos
 
@@ -151,8 +146,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             common_pb2.Artifact(digest=row.initial_model, size=self._size(row.initial_model))
         )
         detail.history.extend(records)
-        told = await self._services.database.read(lambda connection: newest_incidents(connection, row.id))
-        detail.incidents.extend(to_operators.event_to(event) for event in told)
+        await add_faults_and_setups(detail, self._services, row.id)
         return detail
 
     @override
@@ -161,7 +155,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         first = door.place_of(request.from_sequence)
         if request.newest:
             known = await self._services.database.read(lambda connection: last_sequence(connection, row.id))
-            first = max(1, known + 1 - min(request.newest, MOST_EVENTS))
+            first = max(1, known + 1 - min(request.newest, EVENTS_AT_ONCE))
         async for update in updates(self._jobs, self._services, row.id, first, self._job):
             await context.write(update)
 

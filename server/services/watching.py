@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from roundtable.core.errors import UnavailableError
-from roundtable.proto import operator_pb2
+from roundtable.proto import EVENTS_AT_ONCE, operator_pb2
 from roundtable.server.door import to_operators
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.store import FINAL, JobRow
-from roundtable.server.store.jobs import events_from
+from roundtable.server.store.jobs import events_from, newest_incidents
+from roundtable.server.store.setup_rows import setups_of
 
 LEAST_SECONDS_BETWEEN = 0.1
-MOST_EVENTS = 500
 
 
 def detail_of(row: JobRow, runner: JobRunner | None, job: operator_pb2.Job) -> operator_pb2.JobDetail:
@@ -38,6 +38,15 @@ def detail_of(row: JobRow, runner: JobRunner | None, job: operator_pb2.Job) -> o
     )
 
 
+async def add_faults_and_setups(detail: operator_pb2.JobDetail, services: JobServices, job: str) -> None:
+    """Puts the newest incidents into a job's detail, and what silos have trained it on."""
+    incidents, setups = await services.database.read(
+        lambda connection: (newest_incidents(connection, job), setups_of(connection, job))
+    )
+    detail.incidents.extend(map(to_operators.event_to, incidents))
+    detail.setups.extend(map(to_operators.setup_to, setups))
+
+
 async def updates(
     jobs: JobRegistry, services: JobServices, job: str, first: int, show: Callable[[JobRow], operator_pb2.Job]
 ) -> AsyncIterator[operator_pb2.JobUpdate]:
@@ -47,7 +56,7 @@ async def updates(
         change = runner.inbox.next_change() if runner else None
         row = await jobs.row(job)
         events = await services.database.read(
-            partial(events_from, job=job, sequence=first, limit=MOST_EVENTS)
+            partial(events_from, job=job, sequence=first, limit=EVENTS_AT_ONCE)
         )
         # Not by their number: the oldest may have been retired.
         first = events[-1].sequence + 1 if events else first
@@ -55,7 +64,7 @@ async def updates(
             events=[to_operators.event_to(event) for event in events],
             detail=detail_of(row, runner, show(row)),
         )
-        if len(events) == MOST_EVENTS:
+        if len(events) == EVENTS_AT_ONCE:
             continue
         if row.status in FINAL:
             return

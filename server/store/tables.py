@@ -158,6 +158,18 @@ job_lines = Table(
     Index("uq_job_lines_number", "job", "silo", "number", unique=True),
 )
 
+job_setups = Table(
+    "job_setups",
+    metadata,
+    # What silos train a job on: core.observability.training_setup as JSON, numbered from 1 for each silo.
+    _job(),
+    Column("client", NAME, primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("time", Double, nullable=False),
+    Column("round", Integer, nullable=False),
+    Column("setup", Text, nullable=False),
+)
+
 updates = Table(
     "updates",
     metadata,

@@ -199,6 +199,27 @@ def test_list_and_show(service: Service, roundtable: Command, job: str) -> None:
     assert "over_selection = 1.0" in resolved
 
 
+def test_a_jobs_record_joins_times_silos_rounds_models_and_faults(
+    service: Service, roundtable: Command, job: str
+) -> None:
+    found = json.loads(roundtable("job", "record", job, *service.options, "--json").out)
+    times = found["times"]
+    assert times["submitted"] <= times["began"] <= times["ended"]
+    assert abs(times["ended"] - times["submitted"] - times["ran"] - times["waited"]) < 1e-3
+    assert list(found["silos"]) == ["north", "south"]
+    for silo in found["silos"].values():
+        assert (silo["asked"], silo["contributed"]) == (3, 3)
+        (setup,) = silo["setups"]
+        assert (setup["machines"], setup["ranks"], setup["device"], setup["round"]) == (1, 1, "cpu", 1)
+    assert [each["round"] for each in found["rounds"]] == [1, 2, 3]
+    assert found["rounds"][-1]["metrics"]["evaluation"]["loss"] > 0
+    assert found["models"]["rounds"]["3"] == found["models"]["newest"]
+    assert found["faults"] == []
+    text = roundtable("job", "record", job, *service.options).out
+    assert "No fault." in text
+    assert "north" in text
+
+
 def test_clients(service: Service, roundtable: Command, job: str) -> None:
     found = json.loads(roundtable("clients", "list", *service.options, "--json").out)
     assert [client["name"] for client in found] == ["north", "south"]

@@ -20,6 +20,7 @@ from roundtable.cluster.train.round_reports import kept_reports
 from roundtable.core import JobConfig, load_task, save_model
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.initial_model import initial_model
+from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.task import initial_state
 
 
@@ -27,7 +28,12 @@ async def test_rounds_on_warm_ranks_equal_one_process(tmp_path: Path) -> None:
     silo = Silo(tmp_path)
     async with silo.trainer() as trainer:
         seen: list[int] = []
-        trained = await trainer.train(silo.work(), watched(seen))
+        told: list[TrainingSetup] = []
+        trained = await trainer.train(replace(silo.work(), set_up=told.append), watched(seen))
+        (setup,) = told
+        assert (setup.machines, setup.ranks, setup.device) == (1, 2, "cpu")
+        ((way, degree),) = setup.degrees.items()
+        assert setup.plan.startswith(f"{way}{degree}")
         assert trained.examples == 64
         assert trained.size == 4 * silo.model.layout.size
         assert seen[-1] == 128

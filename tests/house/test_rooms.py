@@ -7,6 +7,7 @@ import configparser
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
 import rooms
@@ -20,6 +21,8 @@ GRAPH = rooms.imports(TREES)
 CONTAINERS = sorted({name for name in FILES if FILES[name].name == "__init__.py" and name != "roundtable"})
 
 MOST_MODULES = 20
+GROWS = Path("server/migrations/versions")
+"""A migration stays for good, and each is read alone: this folder only grows."""
 SHARED_MODULE_NAMES = {
     "administration": "what an administrator asks for: the call, and who answers it",
     "audit": "who writes the audit log, and where it is stored",
@@ -38,7 +41,9 @@ def command(name: str) -> bool:
 
 def test_no_folder_holds_more_modules_than_one_takes_in() -> None:
     sizes = Counter(file.parent.relative_to(ROOT) for file in FILES.values() if file.stem != "__init__")
-    assert {str(folder): size for folder, size in sizes.items() if size > MOST_MODULES} == {}
+    assert {
+        str(folder): size for folder, size in sizes.items() if size > MOST_MODULES and folder != GROWS
+    } == {}
 
 
 def test_a_module_shares_its_name_only_with_the_same_idea_at_another_layer() -> None:

@@ -14,6 +14,7 @@ from roundtable.cli.jobs.chosen_model import model_of
 from roundtable.cli.jobs.diagnose import diagnose
 from roundtable.cli.jobs.job_log import job_log
 from roundtable.cli.jobs.job_privacy import job_privacy
+from roundtable.cli.jobs.job_record import record
 from roundtable.cli.jobs.job_view import (
     loading_lines,
     measured_by_silo,
@@ -143,6 +144,7 @@ job.add_command(submit)
 job.add_command(apply)
 job.add_command(diagnose)
 job.add_command(job_privacy)
+job.add_command(record)
 for command in (archive, clone, delete, download, job_log, show_queue, move, hold, release):
     job.add_command(command)
 

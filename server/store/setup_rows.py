@@ -1,0 +1,59 @@
+"""What silos have trained jobs on, the newest few of each silo."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from roundtable.core.observability.training_setup import TrainingSetup
+from roundtable.server.store import tables
+from roundtable.server.store.rows import to_json
+
+MOST_KEPT = 20
+"""Of one silo in one job: those that it said last."""
+
+
+@dataclass(frozen=True)
+class SetupRow:
+    """A silo has said, at a Unix time and in a round, what it trains the job on from then."""
+
+    job: str
+    client: str
+    time: float
+    round: int
+    setup: TrainingSetup
+
+
+def keep_setup(connection: Connection, fresh: SetupRow) -> None:
+    """Stores it, unless it is what the silo said last; the oldest of more than MOST_KEPT goes."""
+    table = tables.job_setups.c
+    of_silo = sa.and_(table.job == fresh.job, table.client == fresh.client)
+    query = sa.select(table.number, table.setup).where(of_silo).order_by(table.number.desc()).limit(1)
+    last, text = connection.execute(query).first(), to_json(fresh.setup.plain())
+    if last is not None and last.setup == text:
+        return
+    number = 1 if last is None else last.number + 1
+    values = {
+        "job": fresh.job,
+        "client": fresh.client,
+        "number": number,
+        "time": fresh.time,
+        "round": fresh.round,
+        "setup": text,
+    }
+    connection.execute(sa.insert(tables.job_setups).values(values))
+    old = sa.delete(tables.job_setups).where(of_silo, table.number <= number - MOST_KEPT)
+    connection.execute(old)
+
+
+def setups_of(connection: Connection, job: str) -> list[SetupRow]:
+    """What silos have said of a job, by silo, each from the oldest on."""
+    table = tables.job_setups.c
+    query = sa.select(tables.job_setups).where(table.job == job).order_by(table.client, table.number)
+    return [
+        SetupRow(row.job, row.client, row.time, row.round, TrainingSetup(**json.loads(row.setup)))
+        for row in connection.execute(query)
+    ]
