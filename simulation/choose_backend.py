@@ -12,7 +12,8 @@ from roundtable.simulation.backends.local import make_local
 from roundtable.simulation.backends.precision import mixed
 from roundtable.simulation.backends.processes import Processes
 from roundtable.simulation.backends.ray_cluster import RayCluster
-from roundtable.simulation.backends.vectorised import why_not, why_not_recorded
+from roundtable.simulation.backends.stacked.backend import why_not_stacked
+from roundtable.simulation.backends.vectorised import why_not_recorded
 
 
 def make_backend(world: World) -> tuple[Backend, str]:
@@ -32,7 +33,7 @@ def make_backend(world: World) -> tuple[Backend, str]:
     if wanted == "stacked":
         return _spread(world, "stacked", workers, "chosen by the job", device)
     inner = "stacked" if device == "cuda" else "vectorised"
-    refusal = why_not(world) if inner == "stacked" else why_not_recorded(world)
+    refusal = why_not_stacked(world) if inner == "stacked" else why_not_recorded(world)
     if wanted == "vectorised" or refusal is None:
         why = "chosen by the job" if wanted == "vectorised" else "chosen automatically"
         return _spread(world, inner, workers, why, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -82,6 +83,27 @@ class BatchNorm(Base):
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
 
 
+class Cumulative(Base):
+    """Its statistics are weighed by how often they moved."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4))
+
+
+class Doubling(Base):
+    def model(self) -> nn.Module:
+        class Counting(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(6, 4)
+                self.register_buffer("count", torch.ones((), dtype=torch.int64))
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.count.mul_(2)
+                return super().forward(x)
+
+        return Counting()
+
+
 class ReadsValues(Perceptron):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss = super().loss(model, batch)
@@ -121,7 +143,8 @@ class OwnOptimizer(Perceptron):
 @pytest.mark.parametrize(
     ("task", "model", "reason"),
     [
-        (BatchNorm, 'integers = "drop"', "num_batches_tracked"),
+        (Cumulative, "", "reads a tensor's value"),
+        (Doubling, "", "works with 'count', which stays at each client and is no float"),
         (BatchNorm, 'integers = "average"', "int64"),
         (ReadsValues, "", "reads a tensor's value"),
         (RollsDice, "", "depend on the data or on chance"),
@@ -146,6 +169,52 @@ def test_what_cannot_be_recorded_is_named_and_runs_sequentially(
     trained = [number for number, answer in enumerate(expected) if isinstance(answer, Trained)]
     assert trained
     assert torch.equal(rows[trained], wanted[trained])
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize(
+    ("algorithm", "model"),
+    [
+        ("", ""),
+        ("momentum = 0.9\nweight_decay = 0.01\nmax_gradient_norm = 0.5", ""),
+        ('name = "fedbn"', ""),
+        ('name = "fedprox"\nmu = 0.3', 'local = ["2.*"]'),
+        ("momentum = 0.9", 'local = ["0.weight"]\nbuffers = "local"'),
+        ("", 'buffers = "drop"\nintegers = "drop"'),
+        ('name = "ditto"\npull = 0.1', ""),
+    ],
+)
+def test_what_stays_at_clients_is_what_it_is_sequentially(
+    algorithm: str, model: str, compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BatchNorm's counter and statistics, and weights of a client's own, over two rounds and in any order."""
+    if not compiler:
+        monkeypatch.setattr("roundtable.simulation.backends.vectorised.recorded_steps.load", lambda: None)
+    place = world(BatchNorm(), algorithm, model=model)
+    recorded, plain = Vectorised(place, device="cpu"), Sequential(place)
+    kept: dict[str, Mapping[str, Tensor]] = {}
+    for number, order in ((1, (0, 1, 2)), (2, (2, 0, 1))):
+        work = [Work(place.names[index], index, kept.get(place.names[index])) for index in order]
+        found: list[dict[str, Any]] = []
+        # Of a client whose last batch has one row, BatchNorm makes a failure.
+        rows = [torch.zeros(3, place.layout.sent.size) for _ in range(2)]
+        for backend, out in zip((recorded, plain), rows, strict=True):
+            with one_thread():
+                answers = list(backend.train(number, place.initial.vector, work, out.unbind()))
+            found.append({answer.client: answer.local for answer in answers if isinstance(answer, Trained)})
+        assert recorded.refused is None, recorded.refused
+        torch.testing.assert_close(*rows, rtol=2e-4, atol=2e-6)
+        mine, kept = found
+        assert mine.keys() == kept.keys()
+        assert len(kept) >= 2
+        for client, tensors in kept.items():
+            assert mine[client].keys() == tensors.keys()
+            for name, value in tensors.items():
+                same = {"rtol": 2e-4, "atol": 2e-6} if value.is_floating_point() else {"rtol": 0, "atol": 0}
+                torch.testing.assert_close(mine[client][name], value, **same)
+    own = {name for tensors in kept.values() for name in tensors}
+    assert ("1.num_batches_tracked" in own) == ("drop" not in model)
+    assert ("0.weight" in own) == ("0.weight" in model)
 
 
 def test_batch_norm_without_its_counter_is_caught_when_it_writes_its_statistics() -> None:
@@ -177,7 +246,7 @@ def test_an_array_task_is_refused_before_anything_runs() -> None:
         def weights(self) -> dict[str, Any]:
             return {"w": torch.zeros(2).numpy()}
 
-    assert "ArrayTask" in str(why_not(world(Arrays())))
+    assert "ArrayTask" in str(why_not(world(Arrays()), staying=True))
 
 
 @pytest.mark.parametrize("rate", [1e30, float(2**70)])

@@ -60,7 +60,7 @@ def why_not_stacked(world: World) -> str | None:
     """Why a job's clients cannot be stacked, as far as can be told without running one."""
     if type(world.algorithm).second is not ClientAlgorithm.second:
         return f"algorithm {world.job.algorithm.name!r} trains a second model at each client"
-    return why_not(world)
+    return why_not(world, staying=False)
 
 
 class Stacked:

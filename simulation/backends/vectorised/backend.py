@@ -30,7 +30,7 @@ from roundtable.client.training.batches import (
 from roundtable.client.training.local_work import LocalWork
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.stream_batches import RoundBatches
-from roundtable.core.algorithms.contract import SecondModel
+from roundtable.core.algorithms.contract import ClientAlgorithm, SecondModel
 from roundtable.core.errors import InvalidUpdate, RoundtableError
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
@@ -40,6 +40,7 @@ from roundtable.simulation.backends.sequential import Sequential, answer_of
 from roundtable.simulation.backends.vectorised.library import load
 from roundtable.simulation.backends.vectorised.recorded_steps import Steps, gathered
 from roundtable.simulation.backends.vectorised.recording import Unrecordable
+from roundtable.simulation.backends.vectorised.staying import StayingTensors, is_counter, stays
 from roundtable.simulation.world.simulated_clients import Clients
 
 log = logging.getLogger("roundtable.simulation")
@@ -49,11 +50,17 @@ def why_not_recorded(world: World) -> str | None:
     """Why a job's clients cannot run through recorded steps, as far as can be told without running one."""
     if world.job.simulation.precision != "float32":
         return f"simulation.precision = {world.job.simulation.precision!r}, and recorded steps are float32"
-    return why_not(world)
+    if type(world.algorithm).second is not ClientAlgorithm.second:
+        for spec in world.layout.tensors:
+            if stays(spec) and not is_counter(spec):
+                name = world.job.algorithm.name
+                return f"algorithm {name!r} has a second model, and tensor {spec.name!r} stays at each client"
+    return why_not(world, staying=True)
 
 
-def why_not(world: World) -> str | None:
-    """The same for any way to run clients that does not let each of them go through `client.training`."""
+def why_not(world: World, *, staying: bool) -> str | None:
+    """The same for any way to run clients that does not let each of them go through `client.training`; some
+    know tensors that are `staying` at each client."""
     task = world.task
     if (hook := world.algorithm.hooked()) is not None:
         name = world.job.algorithm.name
@@ -73,16 +80,16 @@ def why_not(world: World) -> str | None:
     if getattr(type(task), "optimizer", Task.optimizer) is not Task.optimizer:
         return f"{type(task).__name__} brings an optimizer of its own"
     for spec in world.layout.tensors:
-        if spec.rule not in ("average", "frozen"):
+        if stays(spec) and not staying:
             return (
                 f"tensor {spec.name!r} does not travel (rule {spec.rule!r}), for example a BatchNorm counter"
             )
-        if spec.dtype != "float32":
+        if not is_counter(spec) and spec.dtype != "float32":
             return f"tensor {spec.name!r} is {spec.dtype}, not float32"
     return None
 
 
-_Ended = Callable[[Callable[[SecondModel], object]], None]
+_Ended = Callable[[int, Callable[[SecondModel], object]], None]
 
 
 class Vectorised:
@@ -100,6 +107,7 @@ class Vectorised:
         self._barred = self.refused is not None
         self._recorded = False
         self._steps: Steps | None = None
+        self._staying: StayingTensors | None = None
         self._trained: Sequence[slice] = ()
         if self.refused is None and self.device.type == "cpu":
             # On a machine's first run the kernels are compiled while clients' data is loaded.
@@ -162,22 +170,31 @@ class Vectorised:
         job = work.job
         rules = AlgorithmRound(work, work.context(data, self.device), self._trained)
         step = rules.step
-        steps.begin(vector[:size], step, rules.constant)
+        staying = self._staying
+        assert staying is not None
+        start = staying.whole(vector[:size], item.local)
+        steps.begin(start, step, staying.longer(rules.constant))
+        out = row[:size] if start.numel() == size else torch.empty_like(start)
+        mine: dict[str, Tensor] = {}
         batches = RoundBatches(data, work, self.device)
 
-        def ended(again: Callable[[SecondModel], object]) -> None:
-            """After the round's steps; `again` takes those of a second model."""
-            if not steps.change(vector[:size], row[:size]):
+        def ended(taken: int, again: Callable[[SecondModel], object]) -> None:
+            """After the round's steps, so many; `again` takes those of a second model."""
+            if not steps.change(start, out):
                 raise weights_not_finite()
+            if out.numel() != size:
+                row[:size].copy_(out[:size])
+            mine.update(staying.kept(steps.weights, steps.counts, taken, item.local))
             if (second := rules.second) is not None:
                 steps.begin(second.start, second.step, second.constant)
                 again(second)
+                steps.settle()
                 rules.ends_second(steps.weights.to("cpu", copy=True))
 
         found = self._gathered(steps, data, rules, rate, work, ended)
         losses, sizes = found or self._replayed(steps, batches, rules, rate, work, ended)
         loss_sum = _checked_sum(losses, sizes, f"round {round}")
-        kept = rules.end(row, len(sizes)) | batches.kept()
+        kept = mine | rules.end(row, len(sizes)) | batches.kept()
         seen = sum(sizes)
         examples = count_examples(data)
         metrics = {"loss": (loss_sum, seen)}
@@ -206,7 +223,7 @@ class Vectorised:
             for some in islice(cycle(rows), second.steps):
                 steps.take(gathered(examples, some), second.step, second.rate)
 
-        ended(again)
+        ended(len(found[1]), again)
         return found
 
     def _replayed(
@@ -237,7 +254,7 @@ class Vectorised:
                 count = second.steps or len(found[1])
                 steps.take_all(islice(cycle(seen), count), second.step, second.rate)
 
-            ended(again)
+            ended(len(found[1]), again)
         return found
 
     def _first_examples(self) -> Sequence[Tensor] | None:
@@ -252,7 +269,8 @@ class Vectorised:
             model = initial_state(self.world.task, self.world.job.seed)
             assert isinstance(model, nn.Module)
             assert isinstance(self.world.task, Task) or not isinstance(self.world.task, ArrayTask)
-            layout = self.world.layout.model
+            self._staying = StayingTensors(self.world.layout.model, model)
+            layout = self._staying.layout
             self._steps = Steps(self.world.task, model, layout, self.device, self._first_examples())
             self._trained = trained_slices(model, self.world.layout)
         return self._steps

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from roundtable.simulation.backends.vectorised.instructions import Unsuitable
 from roundtable.simulation.backends.vectorised.library import load
 from roundtable.simulation.backends.vectorised.program import StepProgram, Vectors
 from roundtable.simulation.backends.vectorised.recording import Recording, Unrecordable, record
+from roundtable.simulation.backends.vectorised.staying import is_counter
 from roundtable.simulation.backends.vectorised.step_check import StatedInputs, check_program
 
 log = logging.getLogger("roundtable.simulation")
@@ -70,6 +72,8 @@ class Steps:
         self._names = [name for name in views if name in trained]
         self.parameters = [views[name] for name in self._names]
         own = self.model.state_dict(keep_vars=True)
+        self._counters = {spec.name: own[spec.name] for spec in layout.tensors if is_counter(spec)}
+        self._counts: dict[str, int] | None = None
         self._resting = [
             (own[spec.name].detach(), slice(spec.offset, spec.offset + spec.size))
             for spec in layout.averaged
@@ -90,6 +94,16 @@ class Steps:
         self.vectors.begin(vector, step, constant)
         for tensor, span in self._resting:
             tensor.copy_(vector[span].view(tensor.shape))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What each step adds to counters of the model, by name."""
+        return self._counts or {}
+
+    def settle(self) -> None:
+        """Takes what steps have left in the model's own tensors (running statistics) into the weights."""
+        for tensor, span in self._resting:
+            self.weights[span].view(tensor.shape).copy_(tensor)
 
     def take(self, batch: Any, step: LocalStep, rate: float) -> Tensor:
         """One step on a batch; returns its loss, not waited for. Unrecordable comes before any change."""
@@ -135,6 +149,7 @@ class Steps:
 
     def change(self, vector: Tensor, out: Tensor) -> bool:
         """Writes what has become of the weights since `vector` to `out`; whether all of that is finite."""
+        self.settle()
         library = load() if self.weights.device.type == out.device.type == "cpu" else None
         if library is not None and vector.is_contiguous() and out.is_contiguous():
             pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.weights, vector, out))
@@ -158,7 +173,8 @@ class Steps:
         known = self._known(key)
         if known is None:
             try:
-                known = self._programs[key] = self._make(tensors, spec, step)
+                with self._untouched():
+                    known = self._programs[key] = self._make(tensors, spec, step)
             except Unrecordable as error:
                 self._refusals[key] = str(error)
                 raise
@@ -169,6 +185,17 @@ class Steps:
         if key in self._refusals:
             raise Unrecordable(self._refusals[key])
         return self._programs.get(key)
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Puts the model's own tensors back after steps that train nobody."""
+        mine = [*(tensor for tensor, _ in self._resting), *self._counters.values()]
+        before = [tensor.clone() for tensor in mine]
+        try:
+            yield
+        finally:
+            for tensor, value in zip(mine, before, strict=True):
+                tensor.copy_(value)
 
     def _make(self, tensors: list[Tensor], spec: Any, step: LocalStep) -> StepProgram:
         def gradients_of(*inputs: Tensor) -> list[Tensor | None]:
@@ -185,7 +212,11 @@ class Steps:
                 )
             return [loss.detach(), *gradients]
 
-        recording = _recorded_twice(gradients_of, [*self.parameters, *tensors], len(self.parameters))
+        count = len(self.parameters)
+        recording = _recorded_twice(gradients_of, [*self.parameters, *tensors], count, self._counters)
+        if self._counts is not None and self._counts != recording.counts:
+            raise Unrecordable("batches of different shapes move counters of the model differently")
+        self._counts = recording.counts
         self.random = self.random or recording.random
         parts = (recording, self.parameters, self.vectors, step)
         compiled = self._compiled(parts, gradients_of, tensors)
@@ -228,7 +259,9 @@ def _key(tensors: Sequence[Tensor], step: LocalStep) -> tuple[Any, ...]:
     return (step, *((t.shape, t.stride(), t.dtype) for t in tensors))
 
 
-def _recorded_twice(gradients_of: Any, inputs: list[Tensor], parameters: int) -> Recording:
+def _recorded_twice(
+    gradients_of: Any, inputs: list[Tensor], parameters: int, counters: Mapping[str, Tensor]
+) -> Recording:
     """Records the step, and again on other data with another seed; it must depend on neither."""
     devices = _cuda(inputs[0])
     other = [*inputs[:parameters], *(t.flip(0) if t.dim() else t for t in inputs[parameters:])]
@@ -236,7 +269,7 @@ def _recorded_twice(gradients_of: Any, inputs: list[Tensor], parameters: int) ->
     with torch.random.fork_rng(devices=devices):
         for seed, values in enumerate((inputs, other)):
             torch.manual_seed(seed)
-            recordings.append(record(gradients_of, values))
+            recordings.append(record(gradients_of, values, counters))
     difference = recordings[0].same_as(recordings[1])
     if difference is not None:
         raise Unrecordable(f"its operations depend on the data or on chance: {difference}")

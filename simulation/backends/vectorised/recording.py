@@ -87,13 +87,17 @@ class Call:
 
 @dataclass
 class Recording:
-    """A step: `inputs` are filled in anew for each run, `constants` stay, `results` are what it gives."""
+    """A step: `inputs` are filled in anew for each run, `constants` stay, `results` are what it gives.
+
+    `counts` is what a step adds to counters of the model (BatchNorm's), which no operation does here.
+    """
 
     kinds: dict[Ref, ValueLayout] = field(default_factory=dict)
     inputs: list[Ref] = field(default_factory=list)
     constants: dict[Ref, Tensor] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     results: list[Ref | None] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def random(self) -> bool:
@@ -111,13 +115,16 @@ class Recording:
             twin = other.constants.get(ref)
             if twin is None or twin.shape != tensor.shape or not torch.equal(twin, tensor):
                 return "a tensor that the step makes outside of the model differs between two runs"
+        if self.counts != other.counts:
+            return f"counters of the model moved by {self.counts} and by {other.counts}"
         return None if self.results == other.results else "two runs gave their results in different places"
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], counters: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
+        self._counters = {self._key(tensor): name for name, tensor in counters.items()}
         self._numbers: dict[tuple[Any, ...], Ref] = {}
         self._alive: list[Tensor] = []
         for tensor in inputs:
@@ -142,6 +149,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise Unrecordable("it reads a tensor's value into Python (item(), if, float())")
         if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, args):
             raise Unrecordable(f"how many values {func} gives depends on the data (as with a boolean mask)")
+        if self._counters and self._counted(func, args, kwargs):
+            return func(*args, **kwargs)
         arguments, options = tree_map(self._referred, (args, dict(kwargs)))
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -160,6 +169,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def number_of(self, tensor: Tensor) -> Ref:
         """The value that a tensor holds; RuntimeError if the recording does not know it."""
         return self._numbers[self._key(tensor)]
+
+    def _counted(self, func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether this only adds a number to a counter. Raises Unrecordable for any other use of one."""
+        leaves = tree_flatten((args, dict(kwargs)))[0]
+        used = [leaf for leaf in leaves if isinstance(leaf, Tensor) and self._key(leaf) in self._counters]
+        if not used:
+            return False
+        name = self._counters[self._key(used[0])]
+        if func is not torch.ops.aten.add_.Tensor or args[0] is not used[0] or len(used) > 1 or kwargs:
+            raise Unrecordable(f"it works with {name!r}, which stays at each client and is no float ({func})")
+        self.recording.counts[name] = self.recording.counts.get(name, 0) + int(args[1])
+        return True
 
     def _referred(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -211,12 +232,16 @@ def kind_of(tensor: Tensor) -> ValueLayout:
     )
 
 
-def record(function: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor]) -> Recording:
-    """The operations of `function(*inputs)` and where its results are.
+def record(
+    function: Callable[..., Sequence[Tensor | None]],
+    inputs: Sequence[Tensor],
+    counters: Mapping[str, Tensor] | None = None,
+) -> Recording:
+    """The operations of `function(*inputs)` and where its results are; steps of `counters` are counted.
 
     Raises Unrecordable where it reads values into Python or changes what it did not make.
     """
-    recorder = _Recorder(inputs)
+    recorder = _Recorder(inputs, counters or {})
     with recorder:
         results = function(*inputs)
     recorder.recording.results = [None if r is None else recorder.number_of(r) for r in results]

@@ -53,11 +53,20 @@ class StatedInputs:
             batch.append(values.copy_(examples.index_select(0, rows)))
         return batch
 
+    def rested(self) -> list[Tensor]:
+        """Copies of the resting tensors as they are now."""
+        return [tensor.clone() for tensor, _ in self._resting]
+
+    def rest(self, values: Sequence[Tensor]) -> None:
+        """Puts such copies back."""
+        for (tensor, _), value in zip(self._resting, values, strict=True):
+            tensor.copy_(value)
+
     @contextmanager
     def placed(self, vectors: Vectors, step: LocalStep) -> Iterator[None]:
         """The initial weights and a target that is not zero, in `vectors`; all put back after."""
         held = [vectors.weights.clone(), vectors.target.clone(), vectors.velocity.clone()]
-        rested = [tensor.clone() for tensor, _ in self._resting]
+        rested = self.rested()
         initial = self._initial.to(vectors.weights.device)
         vectors.weights.copy_(initial)
         for tensor, span in self._resting:
@@ -67,13 +76,9 @@ class StatedInputs:
         try:
             yield
         finally:
-            written = [
-                vectors.weights,
-                vectors.target,
-                vectors.velocity,
-                *(each for each, _ in self._resting),
-            ]
-            for tensor, value in zip(written, [*held, *rested], strict=True):
+            self.rest(rested)
+            written = [vectors.weights, vectors.target, vectors.velocity]
+            for tensor, value in zip(written, held, strict=True):
                 tensor.copy_(value)
 
 
@@ -91,14 +96,18 @@ def check_program(
     with stated.placed(vectors, step):
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(0)
+            rested = stated.rested()
             loss, *gradients = gradients_of(*parameters, *batch)
             assert loss is not None
             _put_velocity(parameters, vectors, gradients)
             expected = _stepped(parameters, vectors, gradients, step)
             before = vectors.weights.clone()
+            moved = stated.rested()
+            stated.rest(rested)
             torch.manual_seed(0)
             computed = program.run(_RATE, *batch)
         change = vectors.weights - before
+        statistics = stated.rested()
     if not torch.isfinite(loss):
         return
     inputs = [part for part in batch if part.is_floating_point() and part.numel()]
@@ -112,6 +121,9 @@ def check_program(
         raise Unrecordable(
             f"its first step differs from autograd's by {error:.3g} in weights that moved {scale:.3g}"
         )
+    for wanted, found in zip(moved, statistics, strict=True):
+        if not torch.allclose(wanted, found, _TOLERANCE, 10 * rounding, equal_nan=True):
+            raise Unrecordable("its first step leaves other running statistics in the model than autograd's")
 
 
 def _put_velocity(parameters: Sequence[Tensor], vectors: Vectors, gradients: Sequence[Tensor | None]) -> None:
