@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from roundtable.core.encodings.codec import Codec
     from roundtable.core.encodings.encoding import Traits
     from roundtable.core.errors import EncodingError, RoundtableError
+    from roundtable.core.foundation.huggingface_task import HuggingFaceTask
     from roundtable.core.task import ArrayTask, Site, Task, load_task
     from roundtable.engine.foreign_selection import SelectionStrategy
     from roundtable.engine.selection import Candidate
@@ -56,6 +57,7 @@ __all__ = [
     "Context",
     "EncodingError",
     "GradientWork",
+    "HuggingFaceTask",
     "JobConfig",
     "LocalStep",
     "Moved",
@@ -95,6 +97,7 @@ _HOMES = {
     "Context": "roundtable.core.algorithms.round_context",
     "EncodingError": "roundtable.core.errors",
     "GradientWork": "roundtable.core.algorithms.contract",
+    "HuggingFaceTask": "roundtable.core.foundation.huggingface_task",
     "JobConfig": "roundtable.core.config",
     "LocalStep": "roundtable.core.algorithms.step",
     "Moved": "roundtable.core.algorithms.contract",

@@ -17,16 +17,19 @@ EXTRAS = {
     "alembic": "server",
     "fsspec": "server",
     "gcsfs": "gcs",
+    "huggingface_hub": "huggingface",
     "jwt": "oidc",
     "matplotlib": "plot",
     "opacus": "client",
     "opentelemetry": "tracing",
     "pandas": "pandas",
     "psycopg": "postgresql",
+    "peft": "huggingface",
     "pyarrow": "parquet",
     "ray": "ray",
     "s3fs": "s3",
     "sqlalchemy": "server",
+    "transformers": "huggingface",
 }
 """The extra that brings a library, by the name under which it is imported."""
 

@@ -5,8 +5,9 @@ from roundtable.core.measures.measured import (
     calibration,
     concordance,
     confusion,
+    perplexity,
     quantiles,
     regression,
 )
 
-__all__ = ["auroc", "calibration", "concordance", "confusion", "quantiles", "regression"]
+__all__ = ["auroc", "calibration", "concordance", "confusion", "perplexity", "quantiles", "regression"]

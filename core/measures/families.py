@@ -183,6 +183,11 @@ def _quantiles(family: Family, cells: Cells, count: int) -> Figures:
     return found
 
 
+def _perplexity(family: Family, cells: Cells, count: int) -> Figures:
+    """exp of the mean loss of a token, in nats."""
+    return {"perplexity": math.exp(cells["nats"] / count) if count else None}
+
+
 @dataclass(frozen=True)
 class _Kind:
     cells: Callable[[int], list[str]]
@@ -200,5 +205,6 @@ KINDS: Mapping[str, _Kind] = {
     "regression": _Kind(lambda size: ["e", "ee", "y", "yy"], _regression),
     "concordance": _Kind(lambda size: ["concordant", "comparable"], _concordance),
     "quantiles": _Kind(lambda size: [str(i) for i in range(size)], _quantiles),
+    "perplexity": _Kind(lambda size: ["nats"], _perplexity),
 }
 """What there is: its cells by its size, and what they come to."""

@@ -105,6 +105,12 @@ def quantiles(name: str, values: Tensor, low: float, high: float, bins: int = 50
     return _state(family, {str(i): n for i, n in enumerate(counts)}, len(row))
 
 
+def perplexity(name: str, losses: Tensor) -> State:
+    """Gives NAME_perplexity: exp of the mean of `losses` [n], one for each token, in nats."""
+    row = _row(name, losses)
+    return _state(_family(name, "perplexity", 1), {"nats": float(row.sum())}, len(row))
+
+
 def _family(name: str, kind: str, size: int, span: tuple[float, ...] = ()) -> Family:
     try:
         return Family(name, kind, size, span)

@@ -1,0 +1,167 @@
+"""The pretrained model that each party has already: found, read without a network, and pinned.
+
+Nothing is ever downloaded: a name is a folder, or a model that lies in the library's own cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from roundtable.core.errors import TaskError
+from roundtable.core.extras import load
+
+BASES = "ROUNDTABLE_BASES"
+"""The environment variable that names a folder of models, in which a base is looked for first."""
+PURPOSE = "fine-tuning a pretrained model"
+_NOT_OF_THE_MODEL = ("transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache")
+_OF_CALLS = ("padding", "truncation")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def library(name: str) -> Any:
+    """`transformers` or `peft`, told to use no network; ConfigError with the extra where it is missing."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    module = load(name, PURPOSE)
+    if name == "transformers":
+        module.utils.logging.disable_progress_bar()
+    return module
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A causal language model of a folder, with its tokenizer."""
+
+    name: str
+    folder: Path
+
+    @cached_property
+    def config(self) -> Any:
+        """What the model is made of."""
+        try:
+            return library("transformers").AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise TaskError(f"base {self.name!r}: its config.json cannot be used: {error}") from error
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """A fast tokenizer that knows how a text ends. TaskError for others."""
+        try:
+            found = library("transformers").AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise TaskError(f"base {self.name!r}: its tokenizer cannot be used: {error}") from error
+        if not found.is_fast:
+            raise TaskError(f"base {self.name!r}: its tokenizer has no tokenizer.json, which is pinned")
+        if found.eos_token_id is None:
+            raise TaskError(
+                f"base {self.name!r}: its tokenizer names no token that ends a text (eos_token), so that a "
+                "model could not learn to stop"
+            )
+        if len(found) > self.config.vocab_size:
+            raise TaskError(
+                f"base {self.name!r}: its tokenizer has {len(found)} tokens and its model "
+                f"{self.config.vocab_size}: they are not of one model"
+            )
+        return found
+
+    def check_length(self, length: int) -> None:
+        """TaskError for more positions than the model was made for: some models would say nothing."""
+        most = getattr(self.config, "max_position_embeddings", None)
+        if most is not None and length > most:
+            raise TaskError(
+                f"length = {length}: the base {self.name!r} has {most} positions; set length to that or less"
+            )
+
+    def load(self, precision: str) -> nn.Module:
+        """The model with its weights, all there and all finite. TaskError otherwise."""
+        auto = library("transformers").AutoModelForCausalLM
+        try:
+            model, told = auto.from_pretrained(
+                self.folder,
+                dtype=_DTYPES[precision],
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise TaskError(f"base {self.name!r} cannot be loaded: {error}") from error
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if names := sorted(map(str, told.get(kind, ()))):
+                raise TaskError(
+                    f"base {self.name!r}: its weights are not those of its config.json: {len(names)} "
+                    f"{kind.replace('_keys', '')}, such as {names[0]}"
+                )
+        for name, value in model.state_dict().items():
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise TaskError(
+                    f"base {self.name!r}: {name!r} holds NaN or infinity in {precision}; another precision, "
+                    "or another copy of the file, may help"
+                )
+        return model  # type: ignore[no-any-return]
+
+    def pins(self) -> dict[str, Tensor]:
+        """What all parties must have alike beside weights, as values of which a layout holds the digest."""
+        # A call with padding or truncation writes that into tokenizer.json; neither says what a token is.
+        tokens = json.loads((self.folder / "tokenizer.json").read_text(encoding="utf-8"))
+        special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
+        template = self.tokenizer.chat_template
+        told = self.config.to_dict()
+        version = str(library("transformers").__version__).partition(".")[0]
+        return {
+            "tokenizer": _digest([_without(tokens, _OF_CALLS), special, template]),
+            "model_config": _digest(_without(told, _NOT_OF_THE_MODEL)),
+            f"transformers_{version}": torch.tensor([float(version)]),
+        }
+
+
+def find_base(name: str) -> BaseModel:
+    """The base by its folder's path, by its name below $ROUNDTABLE_BASES, or in the library's cache.
+
+    TaskError where this party does not have it.
+    """
+    home = os.environ.get(BASES)
+    plain = Path(name)
+    inside = not plain.is_absolute() and ".." not in plain.parts
+    tried = [Path(home) / plain] if home and inside else []
+    for folder in (*tried, plain.expanduser()):
+        if (folder / "config.json").is_file():
+            return BaseModel(name, folder.resolve())
+    cached = None if not inside or len(plain.parts) > 2 else _cached(name)
+    if cached is None:
+        raise TaskError(
+            f"base {name!r} is not here: no folder of that name with a config.json"
+            + (f", none in {home} ({BASES})" if home else "")
+            + ", and not in the cache of Hugging Face. Nothing is downloaded by a job: "
+            f"`hf download {name}` does it, or name a folder"
+        )
+    return BaseModel(name, cached)
+
+
+def _cached(name: str) -> Path | None:
+    hub: Any = load("huggingface_hub", PURPOSE)
+    try:
+        return Path(hub.snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
+def _without(values: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+def _digest(value: Any) -> Tensor:
+    """[32] float32: the bytes of a digest, which any precision holds exactly."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return torch.tensor(list(blake3(text.encode()).digest()), dtype=torch.float32)

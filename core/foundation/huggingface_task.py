@@ -1,0 +1,246 @@
+"""A task that fine-tunes a causal language model of Hugging Face's libraries.
+
+LoRA is Hu et al. 2022 (equation 3); FFA-LoRA, in which A is frozen and common to all, Sun et al. 2024
+(section 4); averaging both factors is FedIT (Zhang et al. 2024, algorithm 1).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from roundtable.core.algorithms.round_context import Context
+from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.foundation.base_model import BaseModel, find_base, library
+from roundtable.core.foundation.token_rows import (
+    IGNORED,
+    Learn,
+    Text,
+    TokenRows,
+    packed,
+    read_texts,
+    tokens_of,
+)
+from roundtable.core.measures.measured import perplexity
+from roundtable.core.task import Dataset, Site, Task
+
+Method = Literal["lora", "ffa_lora", "dora", "ia3", "full"]
+Precision = Literal["float32", "bfloat16", "float16"]
+PINNED = "pinned"
+"""The part of the model that holds digests of what all parties must have alike."""
+
+
+class HuggingFaceTask(Task):
+    """Fine-tunes a pretrained causal language model; of adapters, nothing but what trains travels.
+
+    `base` is a folder, or a name in the cache of each party; `length` the tokens of a row; `method` what
+    trains, with `rank`, `alpha` (the scale is alpha/rank), `dropout` and `targets` (names of modules, or
+    "all-linear"; None: those that peft chooses for this kind of model) for adapters. `precision` is that of
+    the frozen base; adapters are float32. `learn` says whether the answers alone of chats and of prompts are
+    learnt; `template` is a chat template in the place of the tokenizer's. `test_share` of the texts, the
+    last ones, are kept for evaluation where no other are given.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        length: int = 512,
+        method: Method = "lora",
+        rank: int = 8,
+        alpha: float = 16.0,
+        dropout: float = 0.0,
+        targets: list[str] | str | None = None,
+        precision: Precision = "float32",
+        checkpointing: bool = False,
+        learn: Learn = "answers",
+        template: str | None = None,
+        test_share: float = 0.1,
+    ) -> None:
+        for name, value, known in (
+            ("method", method, Method),
+            ("precision", precision, Precision),
+            ("learn", learn, Learn),
+        ):
+            if value not in get_args(known):
+                raise ConfigError(
+                    f"task: {name} = {value!r}; choose one of {', '.join(get_args(known))}",
+                    key=("task", name),
+                )
+        if length < 2 or rank < 1 or not 0 <= test_share < 1 or not 0 <= dropout < 1 or not alpha > 0:
+            raise ConfigError(
+                "task: length must be at least 2, rank at least 1, alpha above 0, test_share and dropout "
+                f"from 0 to below 1; they are {length}, {rank}, {alpha}, {test_share} and {dropout}"
+            )
+        if method == "full" and precision != "float32":
+            raise ConfigError(
+                f'task: method = "full" trains the base itself, and in {precision} small steps of its '
+                'weights are rounded away: set precision = "float32", or train adapters',
+                key=("task", "precision"),
+            )
+        self.base = base
+        self.length = length
+        self.method: Method = method
+        self.rank = rank
+        self.alpha = alpha
+        self.dropout = dropout
+        self.targets = targets
+        self.precision: Precision = precision
+        self.checkpointing = checkpointing
+        self.learn: Learn = learn
+        self.template = template
+        self.test_share = test_share
+
+    @cached_property
+    def pretrained_base(self) -> BaseModel:
+        """The base as this party has it, found when it is first needed."""
+        found = find_base(self.base)
+        if self.template is not None:
+            found.tokenizer.chat_template = self.template
+        return found
+
+    @override
+    def model(self) -> nn.Module:
+        if torch.get_default_device().type == "meta":
+            raise TaskError(
+                f"{type(self).__name__} reads its base whole, and a silo's [cluster] asks its ranks for "
+                "models without weights: train it in the one process of an agent without [cluster]"
+            )
+        found = self.pretrained_base
+        found.check_length(self.length)
+        model: Any = found.load(self.precision)
+        seed = torch.initial_seed()
+        if self.method != "full":
+            # By the job's seed alone, whatever the loading of a base may have drawn.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = adapted(model, self.adapter_config())
+        if self.method == "ffa_lora":
+            for name, parameter in model.named_parameters():
+                if ".lora_A." in name:
+                    parameter.requires_grad_(False)
+        if self.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        self._check_trained(model)
+        pins = {name: nn.Parameter(value, requires_grad=False) for name, value in found.pins().items()}
+        setattr(model, PINNED, nn.ParameterDict(pins))
+        return model  # type: ignore[no-any-return]
+
+    def adapter_config(self) -> Any:
+        """peft's configuration of what trains."""
+        peft = library("peft")
+        if self.method == "ia3":
+            return peft.IA3Config(task_type="CAUSAL_LM", target_modules=self.targets)
+        return peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=self.targets,
+            use_dora=self.method == "dora",
+        )
+
+    def _check_trained(self, model: Any) -> None:
+        """What trains must be what an adapter's file holds: else an export would lack it."""
+        if self.method == "full":
+            return
+        held = set(library("peft").get_peft_model_state_dict(model, save_embedding_layers=False))
+        trained = {plain_name(name) for name, p in model.named_parameters() if p.requires_grad}
+        if self.method == "ffa_lora":
+            held = {name for name in held if ".lora_A." not in name}
+        if trained != held:
+            odd = sorted(trained ^ held)
+            raise TaskError(
+                f"targets = {self.targets!r}: {odd[0]!r} trains and is not what an adapter's file holds, or "
+                "the other way round: choose linear layers as targets"
+            )
+
+    def texts(self, site: Site) -> tuple[Sequence[Text], Sequence[Text]]:
+        """(training, test) texts of a site: a plain text each, or an object as a line of a .jsonl has it.
+
+        Here of the files that `site.options` names: `file`, and `test_file` where the test texts are others.
+        In a simulation the job's partition shares them out, by the key "label" of an object where it has one.
+        Override it for data that lie elsewhere.
+        """
+        if not isinstance(site.options.get("file"), str):
+            raise TaskError(
+                'no data: name a .txt or .jsonl file, as file = "…" in the silo\'s [data] table, or in '
+                "[simulation.data] of the job"
+            )
+        found = read_texts(Path(site.options["file"]).expanduser())
+        labels = [str(text.get("label", "")) if isinstance(text, dict) else "" for text in found]
+        numbers = {label: number for number, label in enumerate(sorted(set(labels)))}
+        own = [found[row] for row in site.shard([numbers[label] for label in labels])]
+        if isinstance(site.options.get("test_file"), str):
+            return own, read_texts(Path(site.options["test_file"]).expanduser())
+        kept = round(len(own) * self.test_share)
+        return own[: len(own) - kept], own[len(own) - kept :]
+
+    @override
+    def data(self, site: Site) -> tuple[Dataset, Dataset]:
+        training, test = self.texts(site)
+        return tuple(self.rows(training)), tuple(self.rows(test))
+
+    def rows(self, texts: Sequence[Text]) -> TokenRows:
+        """The texts as packed rows of tokens."""
+        found = self.pretrained_base
+        found.check_length(self.length)
+        tokenizer = found.tokenizer
+        tokens = (tokens_of(tokenizer, text, self.learn) for text in texts)
+        return packed(tokens, self.length, int(tokenizer.eos_token_id))
+
+    @override
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The losses of all tokens that are learnt, summed, over the number of places in the batch's rows.
+
+        A row is an example, and all rows are of one length: so each token weighs alike over batches, their
+        parts and silos, whatever of a row is learnt.
+        """
+        losses, _ = self._token_losses(model, batch)
+        return losses.sum() / (len(batch[0]) * (self.length - 1))
+
+    @override
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[float | Tensor, int]]:
+        """`token_perplexity` and `token_accuracy`, over the tokens that are learnt."""
+        losses, right = self._token_losses(model, batch)
+        return {**perplexity("token", losses), "token_accuracy": (right.sum(), len(losses))}
+
+    @override
+    def optimizer(  # type: ignore[override]
+        self, parameters: Iterable[nn.Parameter], context: Context
+    ) -> torch.optim.Optimizer:
+        """AdamW without decay, at the job's learning rate."""
+        return torch.optim.AdamW(parameters, lr=context.learning_rate, weight_decay=0.0)
+
+    def _token_losses(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Of each token that is learnt: its loss in float32, and whether it was the likeliest."""
+        tokens, labels, positions = batch
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, :-1]
+        wanted = labels[:, 1:]
+        learnt = wanted != IGNORED
+        values, truth = logits[learnt].float(), wanted[learnt]
+        return functional.cross_entropy(values, truth, reduction="none"), values.argmax(-1) == truth
+
+
+def adapted(model: nn.Module, config: Any) -> Any:
+    """peft's model over this one. What peft finds out and sets right by itself is not said."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
+        return library("peft").get_peft_model(model, config)
+
+
+def plain_name(name: str) -> str:
+    """An adapter's tensor as its file names it: without the name that the adapter has in memory."""
+    magnitude = ".lora_magnitude_vector.default.weight"
+    if name.endswith(magnitude):
+        return name.removesuffix(".default.weight")
+    return name.replace(".default.", ".").removesuffix(".default")

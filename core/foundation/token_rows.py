@@ -1,0 +1,175 @@
+"""Texts as rows of tokens, all of one length, in which no text sees another.
+
+Positions begin at 0 with each text: transformers tells texts apart by that, as long as no cache is used and
+no mask is given. So what fills up a row is a text of its own from which nothing is learnt, and which token
+that is does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from roundtable.core.errors import TaskError
+
+IGNORED = -100
+"""The label of a token from whose prediction nothing is learnt."""
+Learn = Literal["answers", "all"]
+Text = str | dict[str, Any]
+_log = logging.getLogger(__name__)
+
+
+class TokenRows(NamedTuple):
+    """All [rows, length] of int64; the label of a token is itself, or IGNORED."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+
+
+def read_texts(path: Path) -> list[Text]:
+    """The texts of a file: paragraphs of a .txt, objects of a .jsonl.
+
+    An object has "text", "prompt" and "completion", or "messages" with roles and contents. TaskError, with
+    file and line, for anything else.
+    """
+    try:
+        whole = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path.name} cannot be read as UTF-8 text: {error}") from error
+    if path.suffix != ".jsonl":
+        return [part.strip() for part in whole.split("\n\n") if part.strip()]
+    found: list[Text] = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TaskError(f"{path.name}, line {number}: no JSON: {error}") from error
+        if why := _wrong(value):
+            raise TaskError(f"{path.name}, line {number}: {why}")
+        found.append(value)
+    return found
+
+
+def _wrong(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return "an object is wanted on each line"
+    if isinstance(value.get("text"), str):
+        return None
+    if isinstance(value.get("prompt"), str) and isinstance(value.get("completion"), str):
+        return None
+    messages = value.get("messages")
+    if isinstance(messages, list) and messages:
+        known = all(
+            isinstance(each, dict) and all(isinstance(each.get(key), str) for key in ("role", "content"))
+            for each in messages
+        )
+        return None if known else 'each of "messages" needs "role" and "content", both texts'
+    return 'it has neither "text", nor "prompt" and "completion", nor "messages"'
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text's tokens, the last of which ends it, and from which something is learnt."""
+
+    ids: Sequence[int]
+    learnt: Sequence[bool]
+    may_be_cut: bool
+
+
+def tokens_of(tokenizer: Any, text: Text, learn: Learn) -> Tokens:
+    """The text as the tokenizer has it. TaskError for a chat that no template can mark the answers of."""
+    if isinstance(text, dict) and "messages" in text:
+        return _chat(tokenizer, text["messages"], learn)
+    if isinstance(text, dict) and "prompt" in text:
+        prompt = _plain(tokenizer, text["prompt"])
+        said = tokenizer(text["completion"], add_special_tokens=False)["input_ids"]
+        answer = [*said, tokenizer.eos_token_id]
+        return Tokens([*prompt, *answer], [learn == "all"] * len(prompt) + [True] * len(answer), False)
+    ids = [*_plain(tokenizer, text if isinstance(text, str) else text["text"]), tokenizer.eos_token_id]
+    return Tokens(ids, [True] * len(ids), True)
+
+
+def _plain(tokenizer: Any, text: str) -> list[int]:
+    ids = list(tokenizer(text)["input_ids"])
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+
+
+def _chat(tokenizer: Any, messages: list[dict[str, str]], learn: Learn) -> Tokens:
+    template = tokenizer.chat_template
+    if not template:
+        raise TaskError("the data are chats and the tokenizer has no chat template: give the task a template")
+    marked = "generation %}" in str(template)
+    if learn == "answers" and not marked:
+        raise TaskError(
+            "the tokenizer's chat template does not mark what the assistant says ({% generation %}), so "
+            'answers alone cannot be learnt: give the task a template that does, or set learn = "all"'
+        )
+    made = tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=learn == "answers"
+    )
+    ids = list(made["input_ids"])
+    learnt = [bool(each) for each in made["assistant_masks"]] if learn == "answers" else [True] * len(ids)
+    return Tokens(ids, learnt, False)
+
+
+def packed(texts: Iterable[Tokens], length: int, filler: int) -> TokenRows:
+    """Rows of `length` tokens with the texts in their order; rows from which nothing is learnt are left out.
+
+    A plain text goes on in the next row, from position 0. One of questions and answers stays whole; what is
+    longer than a row is cut there, and said.
+    """
+    rows: list[tuple[list[int], list[int], list[int]]] = []
+    tokens: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    cut = 0
+
+    def close() -> None:
+        nonlocal tokens, labels, positions
+        room = length - len(tokens)
+        if any(label != IGNORED for label in labels):
+            rows.append(
+                (
+                    tokens + [filler] * room,
+                    labels + [IGNORED] * room,
+                    positions + list(range(room)),
+                )
+            )
+        tokens, labels, positions = [], [], []
+
+    for text in texts:
+        ids, learnt = list(text.ids), list(text.learnt)
+        if not text.may_be_cut:
+            cut += len(ids) > length
+            ids, learnt = ids[:length], learnt[:length]
+            if len(ids) > length - len(tokens):
+                close()
+        while len(ids) > 1:
+            # A single token in a row's last place has nothing before it to be predicted from.
+            if length - len(tokens) < 2:
+                close()
+            here = min(length - len(tokens), len(ids))
+            tokens += ids[:here]
+            labels += [
+                token if known and place else IGNORED
+                for place, (token, known) in enumerate(zip(ids[:here], learnt[:here], strict=True))
+            ]
+            positions += range(here)
+            ids, learnt = ids[here:], learnt[here:]
+    close()
+    if cut:
+        _log.warning("%d texts are longer than length = %d, and were cut there", cut, length)
+    if not rows:
+        empty = torch.empty(0, length, dtype=torch.int64)
+        return TokenRows(empty, empty.clone(), empty.clone())
+    return TokenRows(*(torch.tensor([row[part] for row in rows], dtype=torch.int64) for part in range(3)))

@@ -1,0 +1,246 @@
+"""Models of Hugging Face's libraries: what is pinned, what is learnt from, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from tiny_bases import POSITIONS, TEMPLATE, byte_tokenizer, sentences, write_base
+
+from roundtable.core import Layout, Site, initial_state
+from roundtable.core.errors import ConfigError, LayoutError, TaskError
+from roundtable.core.foundation.base_model import BASES, find_base
+from roundtable.core.foundation.huggingface_task import HuggingFaceTask, plain_name
+from roundtable.core.foundation.token_rows import IGNORED, Text, packed, read_texts, tokens_of
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("bases") / "llama")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("bases") / "gpt2", "gpt2")
+
+
+def task_of(base: Path, **settings: Any) -> HuggingFaceTask:
+    return HuggingFaceTask(str(base), length=POSITIONS, **settings)
+
+
+def copy_of(base: Path, target: Path, **config: Any) -> Path:
+    """The base's files elsewhere, with other values in its config.json."""
+    target.mkdir()
+    for file in base.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    values = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**values, **config}))
+    return target
+
+
+def test_the_libraries_are_imported_by_those_who_use_them_alone() -> None:
+    code = (
+        "import sys, roundtable as rt; rt.HuggingFaceTask('x')\n"
+        "assert not {'transformers', 'peft', 'accelerate', 'tokenizers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", ["lora", "ffa_lora", "dora", "ia3"])
+def test_what_travels_is_what_an_adapters_file_holds(
+    kind: str, method: Any, request: pytest.FixtureRequest
+) -> None:
+    import peft
+
+    model = initial_state(task_of(request.getfixturevalue(kind), method=method), 1)
+    layout = Layout.of(model)
+    held = set(peft.get_peft_model_state_dict(model))
+    travelling = {plain_name(spec.name) for spec in layout.averaged}
+    frozen = {plain_name(spec.name) for spec in layout.frozen}
+    if method == "ffa_lora":
+        assert travelling == {name for name in held if ".lora_B." in name}
+        assert {name for name in held if ".lora_A." in name} <= frozen
+    else:
+        assert travelling == held
+    assert all(spec.dtype == "float32" for spec in layout.averaged)
+    again = Layout.of(initial_state(task_of(request.getfixturevalue(kind), method=method), 1))
+    assert layout.fingerprint == again.fingerprint
+
+
+def test_adapters_over_a_half_precise_base_are_float32_and_travel_so(llama: Path) -> None:
+    layout = Layout.of(initial_state(task_of(llama, precision="bfloat16"), 1))
+    assert {spec.dtype for spec in layout.averaged} == {"float32"}
+    assert "bfloat16" in {spec.dtype for spec in layout.frozen}
+
+
+def test_a_base_that_differs_is_named_before_training(llama: Path, gpt2: Path, tmp_path: Path) -> None:
+    """Weights, tokenizer, template and configuration, each by itself."""
+    layout = Layout.of(initial_state(task_of(llama), 1))
+
+    def refused(base: Path, **settings: Any) -> str:
+        with pytest.raises(LayoutError) as error:
+            layout.check_frozen(initial_state(task_of(base, **settings), 1).state_dict())  # type: ignore[union-attr]
+        return str(error.value)
+
+    weights = copy_of(llama, tmp_path / "weights")
+    state = safetensors.torch.load_file(weights / "model.safetensors")
+    state["model.norm.weight"][0] += 1e-6
+    safetensors.torch.save_file(state, weights / "model.safetensors", {"format": "pt"})
+    assert "model.norm.weight" in refused(weights)
+    assert "pinned.model_config" in refused(copy_of(llama, tmp_path / "config", rms_norm_eps=1e-4))
+    tokens = copy_of(llama, tmp_path / "tokens")
+    text = (tokens / "tokenizer.json").read_text()
+    (tokens / "tokenizer.json").write_text(
+        text.replace('"type":"ByteLevel"', '"type":"ByteLevel"').replace(
+            '"add_prefix_space": false', '"add_prefix_space": true'
+        )
+    )
+    assert "pinned.tokenizer" in refused(tokens)
+    assert "pinned.tokenizer" in refused(llama, template=TEMPLATE + " ")
+
+
+def test_calls_that_pad_do_not_make_a_tokenizer_another_one(llama: Path, tmp_path: Path) -> None:
+    other = copy_of(llama, tmp_path / "padded")
+    tokenizer = byte_tokenizer()
+    tokenizer(["a", "bcd"], padding=True, truncation=True, max_length=2)
+    tokenizer.save_pretrained(other)
+    assert (other / "tokenizer.json").read_bytes() != (llama / "tokenizer.json").read_bytes()
+    torch.testing.assert_close(find_base(str(other)).pins(), find_base(str(llama)).pins(), rtol=0, atol=0)
+
+
+def test_a_base_that_is_not_whole_or_not_finite_is_refused(llama: Path, gpt2: Path, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"missing, such as model\.layers\.2"):
+        task_of(copy_of(llama, tmp_path / "deeper", num_hidden_layers=3)).model()
+    with pytest.raises(TaskError, match=r"unexpected, such as model\.layers\.1"):
+        task_of(copy_of(llama, tmp_path / "flatter", num_hidden_layers=1)).model()
+    broken = copy_of(llama, tmp_path / "broken")
+    state = safetensors.torch.load_file(broken / "model.safetensors")
+    state["model.norm.weight"][3] = float("nan")
+    safetensors.torch.save_file(state, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TaskError, match=r"'model.norm.weight' holds NaN"):
+        task_of(broken).model()
+    for base in (llama, gpt2):
+        with pytest.raises(TaskError, match=f"has {POSITIONS} positions"):
+            HuggingFaceTask(str(base), length=POSITIONS + 1).model()
+
+
+def test_settings_that_make_no_sense_are_refused(llama: Path) -> None:
+    for settings, said in (
+        ({"method": "prefix"}, "choose one of lora"),
+        ({"precision": "int4"}, "choose one of float32"),
+        ({"method": "full", "precision": "bfloat16"}, "rounded away"),
+        ({"rank": 0}, "rank at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            task_of(llama, **settings)  # type: ignore[arg-type]
+    with torch.device("meta"), pytest.raises(TaskError, match="without"):
+        task_of(llama).model()
+
+
+def test_a_base_is_found_by_each_party_itself(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BASES, str(llama.parent))
+    assert find_base("llama").folder == llama.resolve()
+    monkeypatch.setenv(BASES, str(llama))
+    for name in ("../llama", "someone/something", "llama"):
+        with pytest.raises(TaskError, match="Nothing is downloaded"):
+            find_base(name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_packed_texts_give_what_each_gives_alone(kind: str, request: pytest.FixtureRequest) -> None:
+    task = task_of(request.getfixturevalue(kind), learn="all")
+    model = task.model().eval()
+    texts = ["A first text.", "Another one, somewhat longer.", "Third."]
+    rows = task.rows(texts)
+    assert len(rows.tokens) == 1
+    with torch.no_grad():
+        together, _ = task._token_losses(model, rows)
+        alone = torch.cat([task._token_losses(model, task.rows([text]))[0] for text in texts])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    # Of a text of n tokens with its end, n − 1 are predicted: nothing crosses from one to the next.
+    assert len(together) == sum(len(text.encode()) for text in texts)
+
+
+def test_the_end_of_a_text_is_learnt_and_the_filler_is_not(llama: Path) -> None:
+    rows = task_of(llama).rows(["ab", "c"])
+    assert rows.tokens.shape == (1, POSITIONS)
+    labels = rows.labels[0].tolist()
+    assert labels[0] == labels[3] == IGNORED
+    assert labels[2] == labels[4] == 1
+    assert set(labels[5:]) == {IGNORED}
+    assert rows.positions[0, :6].tolist() == [0, 1, 2, 0, 1, 0]
+
+
+def test_the_loss_weighs_tokens_alike_over_rows(llama: Path) -> None:
+    """A batch's gradient is that of all its tokens, however they lie in rows: it can be cut, and added up."""
+    task = task_of(llama)
+    model = task.model()
+    rows = task.rows([{"prompt": "q" * 40, "completion": "a"}, {"prompt": "q", "completion": "b" * 50}])
+    assert len(rows.tokens) == 2
+    whole = task.loss(model, rows)
+    parts = [task.loss(model, tuple(part[i : i + 1] for part in rows)) for i in range(2)]
+    torch.testing.assert_close(whole, torch.stack(parts).mean())
+    losses, _ = task._token_losses(model, rows)
+    assert len(losses) == 2 + 51
+    torch.testing.assert_close(whole, losses.sum() / (2 * (POSITIONS - 1)))
+
+
+def test_answers_alone_are_learnt_from_chats(llama: Path) -> None:
+    tokenizer = byte_tokenizer()
+    chat: Text = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
+    found = tokens_of(tokenizer, chat, "answers")
+    said = [token for token, learnt in zip(found.ids, found.learnt, strict=True) if learnt]
+    assert tokenizer.decode(said) == "yo</s>"
+    assert len(found.ids) == len("<hi>yo") + 1
+    unmarked = "{{ messages[0]['content'] }}"
+    for template, said_of_it in ((None, "no chat template"), (unmarked, "does not mark")):
+        with pytest.raises(TaskError, match=said_of_it):
+            tokens_of(byte_tokenizer(template), chat, "answers")
+    unanswered: Text = {"messages": [{"role": "user", "content": "hi"}]}
+    assert len(packed([tokens_of(tokenizer, unanswered, "answers")], 16, 1).tokens) == 0
+
+
+def test_long_texts_go_on_and_long_questions_are_cut_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = byte_tokenizer()
+    plain = packed([tokens_of(tokenizer, "x" * 20, "answers")], 8, 1)
+    assert plain.tokens.shape == (3, 8)
+    assert plain.positions[1].tolist() == list(range(8))
+    cut = packed([tokens_of(tokenizer, {"prompt": "q" * 4, "completion": "a" * 9}, "answers")], 8, 1)
+    assert cut.labels[0].tolist() == [IGNORED] * 4 + cut.tokens[0, 4:].tolist()
+    assert "1 texts are longer than length = 8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2: no JSON"),
+        ("[]", "an object is wanted"),
+        ('{"texts": "a"}', "neither"),
+        ('{"messages": [{"role": "user"}]}', 'needs "role" and "content"'),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "notes.jsonl"
+    file.write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(TaskError, match=said):
+        read_texts(file)
+
+
+def test_texts_are_shared_out_and_the_last_ones_kept_for_tests(llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("\n\n".join(sentences(20)))
+    task = task_of(llama, test_share=0.25)
+    training, test = task.texts(Site("one", options={"file": str(file)}))
+    assert (len(training), len(test)) == (15, 5)
+    assert [*training, *test] == sentences(20)
+    with pytest.raises(TaskError, match=r"\[data\] table"):
+        task.texts(Site("one"))
