@@ -39,6 +39,8 @@ log = logging.getLogger("roundtable.page")
 
 _FILES = WebFiles(Path(__file__).parent / "static")
 GATHER_SECONDS = 0.1
+APART_SECONDS = 0.25
+"""Between two writes to a browser: where much happens, each costs more than what it says."""
 QUIET_SECONDS = 15.0
 LOOK_AGAIN_SECONDS = 2.0
 WRITE_SECONDS = 30.0
@@ -66,6 +68,7 @@ class Application:
         self._live = LiveTopics(behind.calls)
         self._streams: Counter[str] = Counter()
         self._closing = asyncio.Event()
+        self._looked: dict[str, tuple[float, asyncio.Future[PageSession | None]]] = {}
         pages = ("/", "/jobs", "/jobs/{job}", "/silos", "/privacy", "/audit", "/compare")
         self.app = Starlette(
             routes=[
@@ -220,11 +223,11 @@ class Application:
                     return
                 if loop.time() - looked >= LOOK_AGAIN_SECONDS:
                     looked = loop.time()
-                    if await self._who(request) is None:
+                    if not await self._still(request):
                         await _send(send, b"event: ended\ndata: {}\n\n")
                         break
                 if reader.woken.is_set():
-                    await asyncio.sleep(GATHER_SECONDS)
+                    await asyncio.sleep(max(GATHER_SECONDS, last + APART_SECONDS - loop.time()))
                     last = loop.time()
                     await _send(send, reader.take())
                 elif loop.time() - last > QUIET_SECONDS:
@@ -238,6 +241,14 @@ class Application:
 
     async def _who(self, request: Request) -> PageSession | None:
         return await self._behind.sessions.find(request.cookies.get(self._cookie, ""))
+
+    async def _still(self, request: Request) -> bool:
+        """Whether a stream's session holds; looked up once for all streams of a session."""
+        secret, now = request.cookies.get(self._cookie, ""), asyncio.get_running_loop().time()
+        self._looked = {key: each for key, each in self._looked.items() if now - each[0] < LOOK_AGAIN_SECONDS}
+        if secret not in self._looked:
+            self._looked[secret] = now, asyncio.ensure_future(self._behind.sessions.find(secret))
+        return await asyncio.shield(self._looked[secret][1]) is not None
 
     async def _must_be(self, request: Request, *, changes: bool = False) -> PageSession:
         """Who is signed in. Refusal where nobody is, or a change comes without this session's own token."""

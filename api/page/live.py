@@ -24,7 +24,7 @@ from roundtable.server.dashboard import PageCalls
 log = logging.getLogger("roundtable.page.live")
 
 LOOK_SECONDS = 1.0
-SILOS_EVERY, STATUS_EVERY = 2, 5
+QUEUE_EVERY, SILOS_EVERY, STATUS_EVERY = 2, 4, 10
 AGAIN_SECONDS = 5.0
 EVENTS_OF_A_JOB, EVENTS_OF_EACH = 500, 20
 MOST_FOLLOWED = 24
@@ -128,10 +128,8 @@ class _Follower:
                 rows = _by("id", jobs["jobs"])
                 self._board.show("jobs", rows)
                 self._attend([job for job, row in rows.items() if row["status"] in LIVING])
-                queue = await self._ask("Operators/ListQueue", operator_pb2.ListQueueRequest())
-                self._board.show(
-                    "queue", {row["job"]["id"]: {**row, "job": row["job"]["id"]} for row in queue["jobs"]}
-                )
+                if turn % QUEUE_EVERY == 0:
+                    await self._queue(any(row["status"] == "waiting" for row in rows.values()))
                 if turn % SILOS_EVERY == 0:
                     silos = await self._ask("Operators/ListClients", operator_pb2.ListClientsRequest())
                     self._board.show("silos", {row["name"]: _seldom(row) for row in silos["clients"]})
@@ -145,6 +143,13 @@ class _Follower:
         finally:
             for task in self._followed.values():
                 task.cancel()
+
+    async def _queue(self, waiting: bool) -> None:
+        """Shows who waits for what; where nobody waits, nobody is asked."""
+        told: dict[str, Any] = {"jobs": ()}
+        if waiting:
+            told = await self._ask("Operators/ListQueue", operator_pb2.ListQueueRequest())
+        self._board.show("queue", {row["job"]["id"]: _turn(row) for row in told["jobs"]})
 
     def _attend(self, living: Sequence[str]) -> None:
         """Follows the events of living jobs, each in a task of its own."""
