@@ -35,7 +35,8 @@ from roundtable.client.agent.step_handler import StepHandler
 from roundtable.client.door import incoming, outgoing
 from roundtable.client.policy.capacity import capacity_of
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.policy.maintenance import Drained, Maintenance
+from roundtable.client.policy.maintenance import Drained
+from roundtable.client.policy.readiness import Readiness
 from roundtable.client.sharing.report_desk import ReportDesk
 from roundtable.client.sharing.silo_report import Examine, ReportSources, make_report
 from roundtable.client.trainer import Trainer
@@ -103,7 +104,6 @@ class Agent:
         self._wrong_since: float | None = None
         self._addresses = itertools.cycle((config.coordinator, *config.standbys))
         self._address = next(self._addresses)
-        self._maintenance = Maintenance(config.state)
         self._drained: Drained | None = None
         self._idle: asyncio.Task[None] | None = None
         self._notes = Notes()
@@ -142,6 +142,7 @@ class Agent:
             self._memory = CoordinatorMemory(self._config.state / MEMORY_FILE)
             self._installation = Installation(self._config.state, identity.name)
             handler = StepHandler(self._config, observer, link, trainer, models, spool)
+            readiness = Readiness(self._config.state, handler.health)
             self._observer = observer
             self._desk = self._open_desk(handler, link, identity.name)
             page = AgentPage(
@@ -159,7 +160,7 @@ class Agent:
                     handler.recover()
                     async with rehearsing(self._config, trainer, observer.rehearsed):
                         await either(
-                            self._maintenance.watch(lambda drained: self._maintain(drained, handler, link)),
+                            readiness.watch(lambda drained: self._maintain(drained, handler, link)),
                             self._stay_connected(handler, link, identity.name),
                             observer.tally.measure_lag(),
                             handler.gate.sharing.run(link.send),

@@ -37,6 +37,7 @@ from roundtable.client.door.incoming import ExchangeWork, Receipt, StepInstructi
 from roundtable.client.durable_files import explained
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.policy.config import AgentConfig
+from roundtable.client.policy.health import HealthChecks
 from roundtable.client.step_key import StepKey, about
 from roundtable.client.trainer import Trainer
 from roundtable.core.errors import (
@@ -70,6 +71,7 @@ class StepHandler:
         ledger = ReleaseLedger(config.state / LEDGER, config.policy.rounds)
         self._secure = SecureAttempts(config, observer.silo, ledger)
         self.gate = Gatekeeper(config, observer.silo)
+        self.health = HealthChecks(config.health, observer.silo)
         self._working: dict[StepKey, asyncio.Task[None]] = {}
         self._delivering: dict[StepKey, asyncio.Task[None]] = {}
         self._sending: dict[StepKey, Finished] = {}
@@ -81,6 +83,7 @@ class StepHandler:
         self._worker = StepWorker(
             gate=self.gate,
             ledger=ledger,
+            health=self.health,
             secure=self._secure,
             observer=observer,
             reporter=self._reporter,

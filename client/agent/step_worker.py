@@ -33,6 +33,7 @@ from roundtable.client.door import outgoing
 from roundtable.client.door.incoming import ExchangeWork, StepInstruction
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.model_route import ModelRoute
+from roundtable.client.policy.health import HealthChecks
 from roundtable.client.step_key import StepKey, about
 from roundtable.client.trainer import Figures, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
@@ -52,6 +53,7 @@ class StepWorker:
         self,
         gate: Gatekeeper,
         ledger: ReleaseLedger,
+        health: HealthChecks,
         secure: SecureAttempts,
         observer: AgentObserver,
         reporter: StepReporter,
@@ -62,6 +64,7 @@ class StepWorker:
     ) -> None:
         self._gate = gate
         self._ledger = ledger
+        self._health = health
         self._secure = secure
         self._observer = observer
         self._reporter = reporter
@@ -88,6 +91,8 @@ class StepWorker:
         asked = instruction.work
         steps = steps_of_instruction(instruction, job)
         task = self._gate.admit(step, instruction, job)
+        if reason := await self._health.before(step.job, job.task.name):
+            raise WorkFailed("node_failure", f"the silo is not ready: {reason}")
         assert not isinstance(asked, ExchangeWork), "exchanges are answered at once"
         arriving = partial(self._reporter.transferred, step, "downloading")
         route = ModelRoute.of(job.transfer.down, instruction.hops)

@@ -40,6 +40,7 @@ from typing import Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.client.policy.health_table import HealthTable
 from roundtable.client.policy.policy_table import PolicyTable, TaskTable
 from roundtable.client.policy.rules import Rules
 from roundtable.client.policy.sharing_tables import DiagnosticsTable, LogSharingTable
@@ -129,6 +130,17 @@ class AgentTable(Table):
     diagnostics: DiagnosticsTable = Field(
         default_factory=DiagnosticsTable, description="reports of this silo that operators ask for"
     )
+    health: list[HealthTable] = Field(
+        default_factory=list, max_length=20, description="checks of the silo's own: ready for work or not"
+    )
+
+    @field_validator("health")
+    @classmethod
+    def _each_once(cls, value: list[HealthTable]) -> list[HealthTable]:
+        names = [table.name for table in value]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise ValueError(f"two checks are called {twice!r}")
+        return value
 
     @field_validator("log_sharing")
     @classmethod
@@ -209,6 +221,7 @@ class AgentConfig:
     archive_days: float = 0.0
     log_sharing: LogSharingTable = field(default_factory=LogSharingTable)
     diagnostics: DiagnosticsTable = field(default_factory=DiagnosticsTable)
+    health: tuple[HealthTable, ...] = ()
 
     def rules(self) -> Rules:
         """The silo's rules, with its tasks and folder."""
@@ -264,6 +277,7 @@ def load_agent_config(path: Path, overrides: Mapping[str, Any] | None = None) ->
         archive_days=table.retention.audit,
         log_sharing=table.log_sharing,
         diagnostics=table.diagnostics,
+        health=tuple(table.health),
     )
 
 
