@@ -170,7 +170,10 @@ def watch(name: str, start: int, coordinator: str | None, credentials: Path | No
 @connection_options
 @json_option
 def cancel(name: str, coordinator: str | None, credentials: Path | None, as_json: bool) -> None:
-    """Cancel a job for good. Its newest committed model stays."""
+    """Cancel a job for good. Its newest committed model stays.
+
+    Of a job that is repeated, its name means the newest run: with that one the series ends.
+    """
     _steer(coordinator, credentials, as_json, lambda operator: operator.cancel(name))
 
 
