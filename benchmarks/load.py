@@ -51,6 +51,7 @@ from roundtable.proto.receipts import update_values
 
 AGENTS_A_PROCESS = 250
 VALUES = 1000
+JOBS_A_SILO = 50
 HEARTBEAT = 5.0
 COORDINATOR = """
 import sys
@@ -98,6 +99,7 @@ class LightAgent:
     async def _serve(self) -> None:
         call = self._stub.Connect()
         hello = agent_pb2.Hello(version="load", protocol=PROTOCOL_VERSION, tasks=["t"], clock=time.time())
+        hello.capacity.jobs = JOBS_A_SILO
         if self._relay:
             key = hello.installation = self._installation.public_key().public_bytes_raw()
             hello.identity = self._identity.certificate

@@ -9,6 +9,23 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.guarantees import guarantees
 from roundtable.client.policy.policy_table import PolicyTable
 
+
+def _of_analyses(given: Mapping[str, Any]) -> str:
+    """`[policy.analyses]`, of which only what is set."""
+    said = []
+    if "least_count" in given:
+        said.append(f"tell of no fewer than {given['least_count']} rows")
+    if given.get("allowed") is not None:
+        said.append(f"ask questions of the kind {', '.join(given['allowed']) or 'none'} alone")
+    if given.get("tables") is not None:
+        said.append(f"ask the tables {', '.join(given['tables']) or 'none'} alone")
+    if given.get("protected"):
+        said.append(f"use {', '.join(given['protected'])} neither as an outcome nor as a group")
+    if given.get("a_day") is not None:
+        said.append(f"begin at most {given['a_day']} times within 24 hours")
+    return f"Analyses {'; they '.join(said)}."
+
+
 _SET: Mapping[str, Callable[[Any], str]] = {
     "secure_aggregation": lambda on: (
         "Updates leave masked: nobody sees this silo's own, only sums over a cohort."
@@ -43,6 +60,7 @@ _SET: Mapping[str, Callable[[Any], str]] = {
     "metrics": lambda which: (
         "Losses and figures leave." if which == "all" else "No loss and no figure leaves."
     ),
+    "analyses": _of_analyses,
     "metrics_digits": lambda digits: f"Figures are rounded to {digits} decimals before they leave.",
 }
 _UNSET: Mapping[str, str] = {
@@ -63,8 +81,9 @@ def sentences(config: AgentConfig) -> list[dict[str, str]]:
     told = {each.key: each for each in guarantees(policy)}
     found = []
     for key in PolicyTable.model_fields:
-        if given.get(key) is not None and given[key] is not False:
-            sentence, known = _SET[key](given[key]), told.get(key)
+        value = given.get(key)
+        if value is not None and value is not False and value != {}:
+            sentence, known = _SET[key](value), told.get(key)
             found.append(
                 {
                     "key": key,

@@ -55,6 +55,7 @@ class Turns:
         self._task: asyncio.Task[None] | None = None
         self._capacities: dict[str, Amounts] = {}
         self._ended: dict[str, str] = {}
+        self._decided: list[Standing] = []
 
     def look(self) -> None:
         """Something has happened that may change who has a turn."""
@@ -72,11 +73,16 @@ class Turns:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def places(self) -> list[tuple[str, QueuePlace]]:
-        """How things stand now, by job: those with a turn, then those that wait, in their order."""
+        """How things stand, by job: those with a turn, then those that wait, in their order.
+
+        As last decided, unless something has happened since: among thousands of silos it takes long.
+        """
         now, contenders = self._clock(), {each.job: each for each in self._contenders()}
+        standings = self._decided
+        if self._wake.is_set() or {each.job for each in standings} != contenders.keys():
+            standings = self._schedule(list(contenders.values()), now)
         return [
-            (standing.job, self._place(contenders[standing.job], standing, now))
-            for standing in self._schedule(list(contenders.values()), now)
+            (standing.job, self._place(contenders[standing.job], standing, now)) for standing in standings
         ]
 
     def _place(self, contender: Contender, standing: Standing, now: float) -> QueuePlace:
@@ -128,7 +134,8 @@ class Turns:
         # Only now: jobs may have come meanwhile.
         runners = {runner.row.id: runner for runner in self._runners()}
         orders = []
-        for standing in self._schedule(self._contenders(), self._clock()):
+        self._decided = self._schedule(self._contenders(), self._clock())
+        for standing in self._decided:
             runner = runners[standing.job]
             if runner.standing is None or runner.standing.reason != standing.reason:
                 runner.inbox.notify()
