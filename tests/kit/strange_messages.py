@@ -51,7 +51,11 @@ def fill(message: Message, descriptor: Descriptor, chance: random.Random, depth:
         if chance.random() < 0.3 or depth > 4:
             continue
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            getattr(message, field.name)["key"] = chance.choice(_WORDS).replace("\0", "")
+            entries = getattr(message, field.name)
+            with contextlib.suppress(ValueError, UnicodeEncodeError):
+                value = _value(field.message_type.fields_by_name["value"], chance)
+                key = chance.choice(("key", *_WORDS)).replace("\0", "")
+                entries[key] = value.replace("\0", "") if isinstance(value, str) else value
         elif field.message_type is not None:
             place = getattr(message, field.name)
             many = hasattr(place, "add")
