@@ -21,6 +21,7 @@ from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.paths import AnyPath
 from roundtable.core.plugins.calls import check_parameters, place_of
+from roundtable.core.plugins.code_hash import hash_of_code
 from roundtable.core.plugins.doors import described, import_file, import_module
 from roundtable.core.seeds import derive_seed
 from roundtable.core.tables.silo_tables import SiloTables
@@ -172,6 +173,11 @@ def load_task(
     if lacking := [name for name in lacks(task) if trains or name in ("model", "weights")]:
         raise TaskError(f"task {reference!r}: {type(task).__name__} has no {', '.join(lacking)}")
     return task
+
+
+def hash_of_task(reference: str, folder: Path | None) -> str:
+    """BLAKE3 of the code of a task that `load_task` finds by this reference. Raises ConfigError for none."""
+    return hash_of_code("task", BUILTIN.get(reference, reference), ENTRY_POINTS, folder)
 
 
 def make_task(reference: str, definition: Any, parameters: Mapping[str, Any]) -> AnyTask:

@@ -22,7 +22,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.analyses.exact_sums import LARGEST_DIGIT
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import NO_KEY, StreamKey
@@ -123,7 +122,7 @@ class SecureRound:
         bounds = job.evaluation.before(round)
         tested = (Metric(f"{_BEFORE}{name}", bounds[name], LARGEST_TEST) for name in sorted(bounds))
         tally = Tally.of(parameters, (Metric(_LOSS, LOSS_BOUND, bound), *tested))
-        exact = make_algorithm(job.algorithm).composition.exact
+        exact = job.algorithm.exact
         if exact and masking.clip_norm < exact_norm(columns):
             raise PrivacyError(
                 f"privacy.clip_norm = {masking.clip_norm:g}: digits of exact sums are not clipped, and their "

@@ -25,8 +25,7 @@ from roundtable.client.worker.own_budgets import STATED, OwnBudgets
 from roundtable.core.encodings.foreign.approval import not_approved
 from roundtable.core.errors import ResourceError, RoundtableError
 from roundtable.core.identity.handshake import check_connection
-from roundtable.core.plugins.code_hash import hash_of_code
-from roundtable.core.task import ENTRY_POINTS
+from roundtable.core.task import hash_of_task
 from roundtable.doctor.inquiries import Check, Inquiry, known
 from roundtable.doctor.machine_checks import (
     clock,
@@ -102,7 +101,7 @@ def _tasks(config: AgentConfig) -> Iterator[Check]:
         yield Check("tasks", "fail", "this silo offers no task", "name one in [tasks] of agent.toml")
     for name, reference in config.tasks.items():
         try:
-            digest = hash_of_code("task", reference, ENTRY_POINTS, config.folder)
+            digest = hash_of_task(reference, config.folder)
         except RoundtableError as error:
             yield Check("tasks", "fail", f"{name}: {error}", f"mend [tasks] {name} in agent.toml")
             continue

@@ -20,9 +20,8 @@ from roundtable.core.encodings import get_encoding
 from roundtable.core.encodings.foreign.approval import not_approved
 from roundtable.core.errors import ConfigError
 from roundtable.core.identity.signing import VOUCHED_FOR
-from roundtable.core.plugins.code_hash import hash_of_code
 from roundtable.core.privacy_table import ExampleLevel, hides_figures
-from roundtable.core.task import ENTRY_POINTS
+from roundtable.core.task import hash_of_task
 
 Metrics = Mapping[str, tuple[float, int]]
 
@@ -102,7 +101,7 @@ class Rules:
         if table is None or table.blake3 is None:
             return
         try:
-            digest = hash_of_code("task", reference, ENTRY_POINTS, self.folder)
+            digest = hash_of_task(reference, self.folder)
         except ConfigError as error:
             yield str(error)
             return

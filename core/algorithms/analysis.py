@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ _SUMS, _PUBLIC, _SEEN = "sums", "public", "seen"
 class AnalysisTable(AlgorithmTable):
     """`[algorithm]` with name = "analysis"."""
 
+    exact: ClassVar[bool] = True
     table: Name = Field(description="the silo's table, [data.NAME] in its agent.toml")
     columns: Columns = Field(description="what the study says of the columns, as [columns.age]")
     questions: Annotated[
@@ -76,7 +77,6 @@ class Analysis(ClientAlgorithm):
         server_optimizer=False,
         rules="mean",
         arrays=True,
-        exact=True,
         reason="an analysis adds up exact sums, and no noise is made for them yet",
     )
 

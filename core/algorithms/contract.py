@@ -67,8 +67,7 @@ class Composition:
     many. `unequal_steps`: whether slow clients may take fewer steps without a bias towards the others.
     `adaptive_clipping`: whether updates may be clipped to a norm that clients do not know before, or by
     layer. The rest: `buffered` rounds, tasks without gradients (ArrayTask). `one_by_one`: a round asks one
-    client, in turn. `exact`: updates are digits, of which nothing may be rounded, clipped or left out, and
-    all clients are in every round. `task_method`: what the task must have beside its own.
+    client, in turn. `task_method`: what the task must have beside its own.
     """
 
     levels: frozenset[str] = frozenset({"none"})
@@ -87,7 +86,6 @@ class Composition:
     buffered: bool = False
     arrays: bool = False
     one_by_one: bool = False
-    exact: bool = False
     task_method: str = ""
     reason: str = ""
 

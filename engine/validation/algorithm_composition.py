@@ -56,7 +56,7 @@ def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
 
 def _check_round(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
     """What happens around the training of a round."""
-    if algorithm.composition.exact:
+    if job.algorithm.exact:
         check_exact(job, said)
     composition, cohort = algorithm.composition, job.cohort
     if masking_of(job.privacy) is not None and not composition.masked:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from roundtable.aggregation import AggregationConfig
-from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import NORM_RATIO, WEIGHT_RATIO, JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.job_tables.metrics_table import check_summed
@@ -44,7 +43,7 @@ def check_secure(job: JobConfig, aggregation: AggregationConfig) -> None:
         )
     _check_ratios(job, hidden)
     _check_ring(job, masking)
-    watched = job.stop.metric is not None and not make_algorithm(job.algorithm).composition.exact
+    watched = job.stop.metric is not None and not job.algorithm.exact
     in_the_clear = not job.evaluation.bounds and (job.evaluation.every != 0 or watched)
     if in_the_clear and not job.privacy.public_evaluation:
         raise PrivacyError(

@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 
 from roundtable.aggregation import find_rule
-from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Encoding, get_encoding
 from roundtable.core.encodings.assembly import foreign_stages
@@ -89,7 +88,7 @@ def _encoding_of(job: JobConfig, up: str, said: str, folder: Path | None) -> Enc
 
 def check_cohort_is_all(job: JobConfig, population: int) -> None:
     """ConfigError where EF21 or an exact analysis has more clients than take part in a round."""
-    if make_algorithm(job.algorithm).composition.exact and population != job.cohort.size:
+    if job.algorithm.exact and population != job.cohort.size:
         raise ConfigError(
             f"cohort.size = {job.cohort.size}, and there are {population} clients for algorithm "
             f"{job.algorithm.name!r}: its sums are over the same clients in every round, so all take part"

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from federation import NAMES, Federation, agents, federation_of, silo
 
 from roundtable.cli.main import run as run_command
@@ -18,12 +19,17 @@ from roundtable.client.agent.silo_log import NAME
 from roundtable.client.policy.analysis_rules import AnalysesTable, analysis_objections, objections_to_count
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.policy_table import PolicyTable
-from roundtable.core.errors import ConfigError, TaskError
+from roundtable.client.training.local_training import train
+from roundtable.client.training.local_work import LocalWork
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.errors import ConfigError, PrivacyError, TaskError
 from roundtable.core.evidence.audit_log import read_log
 from roundtable.core.identity.credentials import CA_CERTIFICATE
+from roundtable.core.initial_model import initial_model
 from roundtable.core.tables.silo_tables import SiloTables
-from roundtable.core.task import Site
+from roundtable.core.task import Site, load_task
 from roundtable.operator import OperatorClient
+from roundtable.simulation import simulate
 from roundtable.surveys import analyse, load_survey, survey_job
 
 SURVEY = """
@@ -208,6 +214,58 @@ def test_a_table_comes_out_of_a_parquet_file(tmp_path: Path) -> None:
     columns = {"age": {}, "ill": {"kind": "category", "values": [0, 1]}}
     table = Site("alder", options={"people": {"file": str(file), "columns": columns}}).table("people")
     assert np.array_equal(table.matrix(["age", "ill"]), [[50.5, 1], [np.nan, 0]], equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["processes", "vectorised", "stacked"])
+def test_other_backends_give_the_same_bits(tmp_path: Path, backend: str) -> None:
+    survey = load_survey(write(tmp_path), {"secure_aggregation": False})
+    job = survey_job(survey, 3)
+    plain = simulate(job, progress=False)
+    other = {"simulation.backend": backend, "simulation.workers": 2}
+    assert torch.equal(simulate(job, overrides=other, progress=False).model.vector, plain.model.vector)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"aggregation.rule": "median"},
+        {"aggregation.validation.norm_ratio": 100.0},
+        {"aggregation.weighting": "examples"},
+        {"cohort.minimum": 2},
+        {"transfer.up": "float16"},
+        {"evaluation.every": 1},
+        {"privacy": {"level": "client", "clip_norm": 1.0, "delta": 1e-5, "noise_multiplier": 1.0}},
+        {"task": "analysis", "simulation.clients": 4},
+    ],
+    ids=str,
+)
+def test_what_would_change_a_sum_is_refused_before_round_1(tmp_path: Path, change: dict[str, Any]) -> None:
+    job = survey_job(load_survey(write(tmp_path), {"secure_aggregation": False}), 3)
+    with pytest.raises((ConfigError, PrivacyError)):
+        simulate(job, overrides=change, progress=False)
+
+
+def test_a_silo_answers_no_round_of_an_analysis_that_it_did_not_begin_or_whose_rows_have_changed(
+    tmp_path: Path,
+) -> None:
+    job = survey_job(load_survey(write(tmp_path), {"secure_aggregation": False}), 3)
+    algorithm = make_algorithm(job.algorithm)
+    model = initial_model(job, load_task("analysis"), algorithm)
+    first = simulate(job, overrides={"rounds": 1}, progress=False).model.vector
+    data = Site("alder", options=job.simulation.data).tables
+
+    def answered(vector: torch.Tensor, kept: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        work = LocalWork(job, model.layout, vector, 2, "alder", kept, algorithm)
+        return train(load_task("analysis"), {}, data, work).local
+
+    kept = answered(model.vector, None)
+    assert answered(first, kept).keys() == kept.keys()
+    with pytest.raises(PrivacyError, match="did not begin the analysis"):
+        answered(first, None)
+    (tmp_path / "alder.csv").write_text((tmp_path / "alder.csv").read_text() + "44,no\n" * 5)
+    data = Site("alder", options=job.simulation.data).tables
+    with pytest.raises(PrivacyError, match="table is another than when the analysis began"):
+        answered(first, kept)
 
 
 def test_a_question_that_cannot_be_asked_is_refused_before_anybody_is(tmp_path: Path) -> None:

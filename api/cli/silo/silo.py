@@ -206,7 +206,7 @@ def hash_code(context: click.Context, name: str, encoding: bool) -> None:
     """
     from roundtable.core.encodings.foreign.foreign_codec import ENTRY_POINT_GROUP
     from roundtable.core.plugins.code_hash import hash_of_code
-    from roundtable.core.task import ENTRY_POINTS
+    from roundtable.core.task import hash_of_task
 
     if encoding:
         say(hash_of_code("encoding", name, ENTRY_POINT_GROUP, None))
@@ -215,7 +215,7 @@ def hash_code(context: click.Context, name: str, encoding: bool) -> None:
     if name not in rules.references:
         offered = ", ".join(sorted(rules.references)) or "none"
         raise ConfigError(f"[tasks] names no {name!r}; it names {offered}")
-    say(hash_of_code("task", rules.references[name], ENTRY_POINTS, config.folder))
+    say(hash_of_task(rules.references[name], config.folder))
 
 
 def _said(decision: Decision) -> str:
