@@ -20,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -81,9 +82,9 @@ RIVALS = {
 """Peers, and which of ours does most nearly the same."""
 
 
-def update(elements: int) -> torch.Tensor:
+def update(elements: int, seed: int = 1) -> torch.Tensor:
     """Cubes of normal values: about as heavy-tailed as real updates (kurtosis 46)."""
-    return torch.randn(elements, generator=torch.Generator().manual_seed(1)).pow_(3).mul_(1e-4)
+    return torch.randn(elements, generator=torch.Generator().manual_seed(seed)).pow_(3).mul_(1e-4)
 
 
 def layout_of(values: torch.Tensor) -> Layout:
@@ -328,33 +329,32 @@ def _rival(compiled: dict[str, dict[str, float]], name: str) -> str:
     return f"{name} {compiled[name]['GB/s']:.2f}" + (f", decode {back['GB/s']:.2f}" if back else "")
 
 
-def sizes(elements: Sequence[int] = (5_000_000, 40_000_000), target: int = 1_300_000_000) -> dict[str, Any]:
-    """Bytes of a silo and round, up and down, at two sizes, and of `target` at the larger one's rate."""
-    up, down = get_encoding("topk(ratio=0.05) | int8"), get_encoding("int4(block=256)")
-    found = {}
+def sizes(elements: Sequence[int]) -> list[dict[str, float]]:
+    """Bytes of a silo and round, up and down, for models of so many values, whose updates lie in a file."""
+    ways = {"up": get_encoding("topk(ratio=0.05) | int8"), "down": get_encoding("int4(block=256)")}
+    rows = []
     for count in elements:
-        values = update(count)
-        found[count] = [sum(len(block) for block in way.encode(values, KEY)) for way in (up, down)]
-    last = elements[-1]
-    return {
-        "measured": found,
-        "target": target,
-        "up": found[last][0] / last * target,
-        "down": down.encoded_size(target),
-    }
+        with tempfile.NamedTemporaryFile(prefix="roundtable-sizes-") as file:
+            values = torch.from_file(file.name, shared=True, size=count)
+            for number, piece in enumerate(torch.split(values, 1 << 22)):
+                piece.copy_(update(len(piece), number))
+            row: dict[str, float] = {"elements": count}
+            for way, encoding in ways.items():
+                began, row[way] = time.perf_counter(), 0
+                for block in encoding.encode(values, KEY):
+                    row[way] += len(block)
+                row[f"{way}_s"] = time.perf_counter() - began
+        rows.append(row)
+    return rows
 
 
-def sizes_table(found: dict[str, Any]) -> str:
+def sizes_table(found: Sequence[dict[str, float]]) -> str:
     """As lines of text."""
-    lines = [
-        f"{count / 1e6:g} M parameters: {up / 1e6:.2f} MB up, {down / 1e6:.2f} MB down"
-        for count, (up, down) in found["measured"].items()
-    ]
-    up, down = found["up"] / 1e6, found["down"] / 1e6
-    lines.append(
-        f"{found['target'] / 1e9:g} B: {up:.0f} MB up (at that rate), {down:.0f} down: {up + down:.0f} MB"
+    return "\n".join(
+        f"{row['elements'] / 1e6:g} M parameters: {row['up'] / 1e6:.2f} MB up ({row['up_s']:.1f} s), "
+        f"{row['down'] / 1e6:.2f} MB down ({row['down_s']:.1f} s), {(row['up'] + row['down']) / 1e6:.1f} MB"
+        for row in found
     )
-    return "\n".join(lines)
 
 
 def accuracy_table(table: Sequence[dict[str, Any]]) -> str:
@@ -375,6 +375,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("speed", "accuracy", "draw", "sizes"))
     parser.add_argument("--elements", type=int, default=25_000_000, help="speed: values of the vector")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[5_000_000, 40_000_000, 1_300_000_000],
+        help="sizes: parameters of the models; each takes four bytes on the disk",
+    )
     parser.add_argument("--repeats", type=int, default=7, help="speed: how often each is measured")
     parser.add_argument("--own", action="store_true", help="speed: leave peers out")
     parser.add_argument("--eager", action="store_true", help=argparse.SUPPRESS)
@@ -401,7 +408,7 @@ def main() -> None:
         print(json.dumps(found) if options.json else shown(found))
         return
     if options.what == "sizes":
-        counted = sizes()
+        counted = sizes(options.sizes)
         print(json.dumps(counted) if options.json else sizes_table(counted))
         return
     options.runs.parent.mkdir(parents=True, exist_ok=True)

@@ -7,10 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundtable.core.encodings import GRID, Encoding, StreamKey, compiled, get_encoding
+from roundtable.core.encodings import GRID, Encoding, StreamKey, compiled, get_encoding, sparse
+from roundtable.core.encodings.composed.packing import Packed
 from roundtable.core.encodings.encoding import HeldBytes
 from roundtable.core.errors import EncodingError
 from roundtable.core.layout import Layout
@@ -248,6 +250,21 @@ def _attacked(data: bytes, chance: np.random.Generator) -> bytes:
     return bytes(raw)
 
 
+def _hostile(encoding: Encoding, vector: torch.Tensor, chance: np.random.Generator) -> bytes:
+    """Changed bytes of a vector; of packed ones every other time those within sound frames are changed."""
+    if not isinstance(encoding, Packed) or chance.integers(2):
+        return _attacked(b"".join(encoding.encode(vector, KEY)), chance)
+    inner = _attacked(b"".join(encoding.inner.encode(vector, KEY)), chance)
+    inner = inner[: len(inner) // encoding.width * encoding.width]
+    packed = inner and len(inner).to_bytes(4, "little")
+    for place in range(encoding.width if inner else 0):
+        plane = inner[place :: encoding.width]
+        data = zstandard.ZstdCompressor(level=1).compress(plane)
+        length, data = (len(data), data) if len(data) < len(plane) else (0, plane)
+        packed += length.to_bytes(4, "little") + data
+    return packed
+
+
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("chain", CHAINS)
@@ -261,13 +278,37 @@ def test_changed_bytes_are_refused_or_decode_to_finite_values(
     for number in range(10_000 if kernels else 1_000):
         count = int(chance.integers(1, 300))
         encoding = encoding_over(chain, count)
-        data = b"".join(encoding.encode(values(count, number % 50), KEY))
-        # Guards behind the end: a kernel that writes too far is seen.
-        room = torch.full((count + 64,), 7.0)
-        try:
-            encoding.decode(_attacked(data, chance), room[:count], KEY)
-            assert bool(torch.isfinite(room).all()), data.hex()
-        except EncodingError:
-            refused += 1
+        refused += not _taken(encoding, _hostile(encoding, values(count, number % 50), chance), count)
+    assert refused
+
+
+def _taken(encoding: Encoding, data: bytes, count: int) -> bool:
+    """Whether bytes are decoded; all values are finite then, and none stands behind the end."""
+    room = torch.full((count + 64,), 7.0)
+    try:
+        encoding.decode(data, room[:count], KEY)
+    except EncodingError:
+        return False
+    finally:
+        # A kernel that writes too far is seen.
         assert bool((room[count:] == 7.0).all())
+    assert bool(torch.isfinite(room).all()), data.hex()
+    return True
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(
+    "chain", [chain for chain in CHAINS if chain.startswith(("topk", "randomk", "multi"))]
+)
+def test_changed_bytes_of_several_frames_are_refused_or_decode_to_finite_values(
+    chain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """500 changed updates for each encoding in frames, which are shorter here."""
+    monkeypatch.setattr(sparse, "FRAME", GRID)
+    chance, refused = np.random.default_rng(2), 0
+    counts = [int(count) for count in chance.integers(1, 4 * GRID, 10)]
+    encodings = [encoding_over(chain, count) for count in counts]
+    for number in range(500):
+        count, encoding = counts[number % 10], encodings[number % 10]
+        refused += not _taken(encoding, _hostile(encoding, values(count, number % 50), chance), count)
     assert refused
