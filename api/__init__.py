@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from roundtable.core.encodings.encoding import Traits
     from roundtable.core.errors import EncodingError, RoundtableError
     from roundtable.core.foundation.huggingface_task import HuggingFaceTask
+    from roundtable.core.foundation.published import load_adapter
     from roundtable.core.task import ArrayTask, Site, Task, load_task
     from roundtable.engine.foreign_selection import SelectionStrategy
     from roundtable.engine.selection import Candidate
@@ -77,6 +78,7 @@ __all__ = [
     "__version__",
     "analyse",
     "join",
+    "load_adapter",
     "load_job",
     "load_model",
     "load_survey",
@@ -116,6 +118,7 @@ _HOMES = {
     "Traits": "roundtable.core.encodings.encoding",
     "analyse": "roundtable.surveys",
     "join": "roundtable.client.join",
+    "load_adapter": "roundtable.core.foundation.published",
     "load_job": "roundtable.core.config",
     "load_model": "roundtable.loading",
     "load_survey": "roundtable.surveys",

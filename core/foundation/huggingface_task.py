@@ -231,11 +231,18 @@ class HuggingFaceTask(Task):
 
 
 def adapted(model: nn.Module, config: Any) -> Any:
-    """peft's model over this one. What peft finds out and sets right by itself is not said."""
+    """peft's model over this one. What peft finds out and sets right by itself is not said.
+
+    TaskError where the model has none of the modules that are to get adapters.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
         warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
-        return library("peft").get_peft_model(model, config)
+        warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")
+        try:
+            return library("peft").get_peft_model(model, config)
+        except (ValueError, KeyError) as error:
+            raise TaskError(f"adapters do not fit this base: {error}") from error
 
 
 def plain_name(name: str) -> str:

@@ -49,6 +49,7 @@ FACE = [
     "__version__",
     "analyse",
     "join",
+    "load_adapter",
     "load_job",
     "load_model",
     "load_survey",

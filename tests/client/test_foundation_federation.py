@@ -12,10 +12,12 @@ import torch
 from federation import agents, federation_of, run_job, silo
 from tiny_bases import POSITIONS, sentences, write_base
 
+from roundtable.cli.main import run
 from roundtable.core import JobConfig, load_task
 from roundtable.core.errors import RoundtableError
 from roundtable.core.identity.credentials import issue
 from roundtable.core.initial_model import initial_model
+from roundtable.operator import OperatorClient
 from roundtable.simulation import simulate
 
 TASK = """
@@ -51,7 +53,8 @@ def folder(tmp_path: Path) -> Path:
 
 def simulated(folder: Path, **tables: Any) -> Any:
     job = JobConfig.model_validate({**TABLE, **tables})
-    return simulate(job, load_task("toy.py", folder, parameters=job.task.parameters), folder=folder)
+    task = load_task("toy.py", folder, parameters=job.task.parameters)
+    return simulate(job, task, folder=folder, run_dir=folder / "run" if tables == {} else None)
 
 
 @pytest.mark.slow
@@ -69,8 +72,18 @@ async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path) -> No
         async with agents(*configs):
             model = initial_model(job, load_task("toy.py", folder))
             status, _, final = await asyncio.to_thread(run_job, (address, folder), job, model)
+            words = ["--coordinator", address, "--credentials", str(folder / "operator")]
+            words += ["--task", str(folder), "-o", str(folder / "adapter")]
+            with OperatorClient(address, folder / "operator") as operator:
+                name = operator.jobs()[0].id
+            assert await asyncio.to_thread(run, ["job", "export", name, *words]) == 0
     assert status == "finished"
     assert torch.equal(final.vector, result.model.vector)
+    words = ["--task", str(folder), "-o", str(folder / "simulated")]
+    assert run(["job", "export", str(folder / "run"), *words]) == 0
+    one, other = (folder / name / "adapter_model.safetensors" for name in ("adapter", "simulated"))
+    assert one.read_bytes() == other.read_bytes()
+    assert "| rounds | 2, fedavg |" in (folder / "adapter" / "README.md").read_text()
     perplexities = [record["token_perplexity"] for record in result.history]
     assert perplexities[-1] < perplexities[0] < 250
 

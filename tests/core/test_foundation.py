@@ -244,3 +244,8 @@ def test_texts_are_shared_out_and_the_last_ones_kept_for_tests(llama: Path, tmp_
     assert [*training, *test] == sentences(20)
     with pytest.raises(TaskError, match=r"\[data\] table"):
         task.texts(Site("one"))
+
+
+def test_targets_that_the_base_lacks_are_refused(llama: Path) -> None:
+    with pytest.raises(TaskError, match="adapters do not fit this base"):
+        task_of(llama, targets=["c_attn"]).model()

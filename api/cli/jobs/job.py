@@ -12,6 +12,7 @@ import click
 
 from roundtable.cli.jobs.chosen_model import model_of
 from roundtable.cli.jobs.diagnose import diagnose
+from roundtable.cli.jobs.export import export
 from roundtable.cli.jobs.job_log import job_log
 from roundtable.cli.jobs.job_privacy import job_privacy
 from roundtable.cli.jobs.job_record import record
@@ -145,7 +146,7 @@ job.add_command(apply)
 job.add_command(diagnose)
 job.add_command(job_privacy)
 job.add_command(record)
-for command in (archive, clone, delete, download, job_log, show_queue, move, hold, release):
+for command in (archive, clone, delete, download, export, job_log, show_queue, move, hold, release):
     job.add_command(command)
 
 

@@ -1,0 +1,216 @@
+"""What a job trained, as files that other tools load: an adapter of peft, a whole model of transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors
+import safetensors.torch
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError, EncodingError, TaskError
+from roundtable.core.foundation.base_model import find_base, library
+from roundtable.core.foundation.huggingface_task import PINNED, HuggingFaceTask, adapted, plain_name
+from roundtable.core.initial_model import whole_model
+from roundtable.core.layout import Layout
+from roundtable.core.models import Model, model_digest
+from roundtable.core.paths import AnyPath
+from roundtable.core.task import initial_state
+
+Format = Literal["peft", "transformers"]
+ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_BASE = "roundtable.base"
+
+
+@dataclass(frozen=True)
+class Story:
+    """What the card says of a job: rounds that made the model, and how many silos took part in them."""
+
+    job: str
+    round: int
+    silos: int
+
+
+def publish(
+    job: JobConfig, task: HuggingFaceTask, model: Model, folder: Path, kind: Format, told: Story
+) -> None:
+    """Writes the job's model into an empty or new folder.
+
+    `model` may lack what is frozen: the task makes it, of the base that this machine has. Raises ConfigError
+    for a folder that holds something or a format that does not fit, LayoutError where the base is not the
+    job's, EncodingError for values that are not finite.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is there already and not empty: name another folder")
+    if kind == "peft" and task.method == "full":
+        raise ConfigError(
+            'all weights were trained (method = "full"), which is no adapter: --format transformers'
+        )
+    whole = whole_model(job, task, model)
+    state = whole.state_dict()
+    for name, value in state.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise EncodingError(f"the model's {name!r} holds NaN or infinity: it is of no use to anybody")
+    trained: Any = initial_state(task, job.seed)
+    trained.load_state_dict(state)
+    delattr(trained, PINNED)
+    base = _shown(task.base)
+    with tempfile.TemporaryDirectory(dir=_made(folder.parent)) as scratch:
+        made = Path(scratch) / "made"
+        if kind == "peft":
+            _write_adapter(trained, base, base_digest(whole.layout), task.precision, made)
+        else:
+            _write_merged(trained, task, made)
+        (made / "README.md").write_text(_card(job, task, whole, base, kind, told), encoding="utf-8")
+        folder.mkdir(exist_ok=True)
+        for file in sorted(made.iterdir()):
+            file.rename(folder / file.name)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _write_adapter(model: Any, base: str, digest: str, precision: str, folder: Path) -> None:
+    peft = library("peft")
+    folder.mkdir()
+    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    values = {name: value.detach().float().cpu().contiguous() for name, value in state.items()}
+    notes = {"format": "pt", _BASE: digest, "precision": precision}
+    safetensors.torch.save_file(values, folder / ADAPTER, notes)
+    config = model.peft_config["default"]
+    config.inference_mode = True
+    config.base_model_name_or_path = base
+    config.save_pretrained(folder)
+
+
+def _write_merged(model: Any, task: HuggingFaceTask, folder: Path) -> None:
+    """In float32: in half precision merging rounds what was learnt."""
+    if task.method != "full":
+        model = model.float().merge_and_unload()
+    model.config.dtype = torch.float32
+    model.config._name_or_path = ""
+    model.save_pretrained(folder)
+    tokenizer = task.pretrained_base.tokenizer
+    tokenizer.name_or_path = ""
+    tokenizer.save_pretrained(folder)
+
+
+def base_digest(layout: Layout) -> str:
+    """One digest of all frozen weights of the base, whatever is trained over it."""
+    values = {
+        plain_name(spec.name).replace(".base_layer.", "."): spec.digest
+        for spec in layout.frozen
+        if not spec.name.startswith(f"{PINNED}.") and ".lora_" not in spec.name
+    }
+    return blake3(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def load_adapter(folder: AnyPath, base: str, *, trainable: bool = False) -> nn.Module:
+    """The base with the adapter over it, as `PeftModel.from_pretrained` gives it, but checked before.
+
+    That one takes an adapter of another base, with tensors that it does not know, or with NaN, and says
+    nothing. EncodingError says what differs: names, shapes, values, or the base's own weights, where the
+    adapter was exported here and tells of them.
+    """
+    folder = Path(folder)
+    values, notes = _adapter_of(folder)
+    found = find_base(base)
+    try:
+        config = library("peft").PeftConfig.from_pretrained(folder)
+    except (OSError, TypeError, ValueError, KeyError) as error:
+        raise EncodingError(f"{folder / CONFIG} cannot be used: {error}") from error
+    try:
+        model = adapted(found.load(notes.get("precision", "float32")), config)
+    except (TaskError, KeyError) as error:
+        raise EncodingError(f"{folder} is no adapter of {base!r}: {error}") from error
+    expected = library("peft").get_peft_model_state_dict(model, save_embedding_layers=False)
+    _compare(values, expected, folder)
+    if _BASE in notes:
+        own = base_digest(_frozen_layout(model, set(expected)))
+        if own != notes[_BASE]:
+            raise EncodingError(
+                f"{folder} was trained over another base: its weights have the digest {notes[_BASE][:12]}, "
+                f"those of {base!r} {own[:12]}"
+            )
+    library("peft").set_peft_model_state_dict(model, values)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable and plain_name(name) in expected)
+    return model.train(trainable)  # type: ignore[no-any-return]
+
+
+def _frozen_layout(model: nn.Module, trained: set[str]) -> Layout:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(plain_name(name) in trained)
+    return Layout.of(model)
+
+
+def _adapter_of(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    try:
+        with safetensors.safe_open(folder / ADAPTER, framework="pt") as file:
+            names, notes = list(file.keys()), dict(file.metadata() or {})
+            return {name: file.get_tensor(name) for name in names}, notes
+    except (OSError, SafetensorError) as error:
+        raise EncodingError(f"{folder / ADAPTER} cannot be read: {error}") from error
+
+
+def _compare(values: Mapping[str, Tensor], expected: Mapping[str, Tensor], folder: Path) -> None:
+    unknown, missing = sorted(values.keys() - expected.keys()), sorted(expected.keys() - values.keys())
+    if unknown or missing:
+        parts = [f"has {unknown[0]!r}, which it should not"] if unknown else []
+        parts += [f"lacks {missing[0]!r}"] if missing else []
+        raise EncodingError(
+            f"{folder} is no adapter of this base and configuration: it {', and '.join(parts)}"
+        )
+    for name, value in values.items():
+        if value.shape != expected[name].shape:
+            raise EncodingError(
+                f"{folder}: {name!r} has shape {list(value.shape)}, and the base and {CONFIG} ask for "
+                f"{list(expected[name].shape)}: another rank, or another base"
+            )
+        if not bool(value.isfinite().all()):
+            raise EncodingError(f"{folder}: {name!r} holds NaN or infinity")
+
+
+def _shown(base: str) -> str:
+    """The base's name as others may read it: of a folder of this machine its last part alone."""
+    plain = Path(base)
+    hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None and not plain.exists()
+    return base if hub else plain.name
+
+
+def _card(job: JobConfig, task: HuggingFaceTask, model: Model, base: str, kind: Format, told: Story) -> str:
+    how = {
+        "peft": f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), FOLDER)',
+        "transformers": "AutoModelForCausalLM.from_pretrained(FOLDER)",
+    }[kind]
+    privacy = model.metadata.get("privacy", "no differential privacy was asked for")
+    trained = (
+        f"{task.method}, rank {task.rank}, alpha {task.alpha:g}" if "lora" in task.method else task.method
+    )
+    silos = ", ".join(f"silo {number}" for number in range(1, told.silos + 1)) or "not known"
+    lines = {
+        "base": f"{base} ({task.precision}), weights {base_digest(model.layout)[:16]}",
+        "trained": f"{trained}; {model.layout.size:,} values travelled each round",
+        "rounds": f"{told.round}, {job.algorithm.name}",
+        "silos": silos,
+        "privacy": privacy,
+        "model": f"blake3 {model_digest(model.without_frozen())}",
+    }
+    rows = "\n".join(f"| {name} | {value} |" for name, value in lines.items())
+    head = f"library_name: {kind}\nbase_model: {base}\ntags:\n- federated-learning"
+    return (
+        f"---\n{head}\n---\n\n# {told.job}\n\nFine-tuned over silos that kept their texts, by Roundtable.\n\n"
+        f"| | |\n| --- | --- |\n{rows}\n\nLoad it with `{how}`.\n"
+    )
