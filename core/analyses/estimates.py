@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from scipy import linalg, stats
 
 from roundtable.core.analyses.exact_sums import Doubles
+from roundtable.core.analyses.scipy_parts import linalg, stats
 
 LEAST_PIVOT = 1e-10
 """Of the correlations: below, a column is a sum of others as far as the sums tell."""

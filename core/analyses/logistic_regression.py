@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy import special
 from typing_extensions import override
 
 from roundtable.core.analyses.estimates import (
@@ -20,6 +19,7 @@ from roundtable.core.analyses.estimates import (
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
 from roundtable.core.analyses.question import DONE, NO_LIMIT, SEPARATED, SINGULAR, TOO_FEW, Answer
 from roundtable.core.analyses.regression import Regression
+from roundtable.core.analyses.scipy_parts import special
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 

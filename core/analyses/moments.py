@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy import stats
 from typing_extensions import override
 
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
 from roundtable.core.analyses.question import DONE, HIDDEN, TOO_FEW, Answer, Question, by_group, cells
+from roundtable.core.analyses.scipy_parts import stats
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy import stats
 from typing_extensions import override
 
 from roundtable.core.analyses.estimates import HEADER, coefficient_rows, coefficients, inverted, solve
@@ -25,6 +24,7 @@ from roundtable.core.analyses.question import (
     Answer,
     Question,
 )
+from roundtable.core.analyses.scipy_parts import stats
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 

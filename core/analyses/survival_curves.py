@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy import linalg, stats
 from typing_extensions import override
 
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
 from roundtable.core.analyses.moments import or_none
 from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question, by_group, cells
+from roundtable.core.analyses.scipy_parts import linalg, stats
 from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable

@@ -25,6 +25,7 @@ STEPS = [
     (OPERATOR, "On Kubernetes"),
     (OPERATOR, "Invite"),
     (SILO, "Install"),
+    (SILO, "The silo's page"),
     (OPERATOR, "Run a job"),
     (OPERATOR, "Many jobs"),
     (OPERATOR, "A relay for a region"),
