@@ -259,7 +259,7 @@ def courses(mnist: Path | None) -> Iterator[Course]:
     if mnist is not None:
         task = partial(Pictures, mnist)
         yield Course("MNIST CNN", task, None, {**usual, "task": "pictures", "rounds": 60})
-    yield Course("letters", Letters, None, {**usual, **own, "task": "letters", "rounds": 45})
+    yield Course("letters", Letters, None, {**usual, **own, "task": "letters", "rounds": 120})
     yield Course(
         "LoRA", None, EXAMPLES / "lora", {**usual, **own, "task": "lora", "rounds": 40, "clients": 4}
     )
