@@ -127,22 +127,26 @@ class BaseModel:
 
 
 def find_base(name: str) -> BaseModel:
-    """The base by its folder's path, by its name below $ROUNDTABLE_BASES, or in the library's cache.
+    """The base by its name below $ROUNDTABLE_BASES, or in the library's cache; where that is not set, also by
+    its folder's path.
 
-    TaskError where this party does not have it.
+    At a silo another party chooses the name: with the variable set it reaches no other folder. TaskError
+    where this party does not have it.
     """
     home = os.environ.get(BASES)
     plain = Path(name)
     inside = not plain.is_absolute() and ".." not in plain.parts
     tried = [Path(home) / plain] if home and inside else []
-    for folder in (*tried, plain.expanduser()):
+    if not home:
+        tried = [plain.expanduser()]
+    for folder in tried:
         if (folder / "config.json").is_file():
             return BaseModel(name, folder.resolve())
     cached = None if not inside or len(plain.parts) > 2 else _cached(name)
     if cached is None:
         raise TaskError(
             f"base {name!r} is not here: no folder of that name with a config.json"
-            + (f", none in {home} ({BASES})" if home else "")
+            + (f" below {BASES}, and no other folder is looked into" if home else "")
             + ", and not in the cache of Hugging Face. Nothing is downloaded by a job: "
             f"`hf download {name}` does it, or name a folder"
         )

@@ -150,7 +150,7 @@ def test_a_base_is_found_by_each_party_itself(
     monkeypatch.setenv(BASES, str(llama.parent))
     assert find_base("llama").folder == llama.resolve()
     monkeypatch.setenv(BASES, str(llama))
-    for name in ("../llama", "someone/something", "llama"):
+    for name in ("../llama", "someone/something", "llama", str(llama), "~/llama"):
         with pytest.raises(TaskError, match="Nothing is downloaded"):
             find_base(name)
 
