@@ -96,23 +96,23 @@ def _source(table: DataTableTable) -> _Source:
         return _of_database(table.url, str(table.query))
     path = Path(str(table.file)).expanduser()
     if not path.is_file():
-        raise TaskError(f"there is no table at {path}: [data] names its file")
+        raise TaskError(f"there is no table at {path.name}: [data] names its file")
     if path.suffix == ".parquet":
         return _of_parquet(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise TaskError(f"{path} is no UTF-8 text (byte {error.start}): save it as UTF-8") from None
+        raise TaskError(f"{path.name} is no UTF-8 text (byte {error.start}): save it as UTF-8") from None
     separator = "\t" if path.suffix == ".tsv" and table.separator == "," else table.separator
     rows = [row for row in csv.reader(text.splitlines(), delimiter=separator) if row]
     if table.header:
         return _Source(table.header, rows)
     if not rows:
-        raise TaskError(f"{path} is empty: its first line names the columns, or [data] has a header")
+        raise TaskError(f"{path.name} is empty: its first line names the columns, or [data] has a header")
     names = [name.strip() for name in rows[0]]
     if len(set(names)) != len(names):
         raise TaskError(
-            f"the first line of {path} repeats a name; give a header in [data] if it is no header"
+            f"the first line of {path.name} repeats a name; give a header in [data] if it is no header"
         )
     return _Source(names, rows[1:])
 
@@ -122,7 +122,7 @@ def _of_parquet(path: Path) -> _Source:
     try:
         table = parquet.read_table(path)
     except (OSError, ValueError) as error:
-        raise TaskError(f"{path} cannot be read as Parquet: {error}") from None
+        raise TaskError(f"{path.name} cannot be read as Parquet: {error}") from None
     columns = [column.to_pylist() for column in table.columns]
     return _Source(table.column_names, list(zip(*columns, strict=True)))
 
