@@ -110,7 +110,7 @@ class OperatorClient:
     def job(self, job: str) -> operator_pb2.JobDetail:
         """A job by its identifier, a unique prefix of it, or its name: your own so called comes first."""
         with self._translated():
-            return self._stub.GetJob(operator_pb2.JobRequest(job=job), timeout=_CALL_SECONDS)
+            return self._stub.GetJob(operator_pb2.GetJobRequest(job=job), timeout=_CALL_SECONDS)
 
     def privacy(self, population: str = "", delta: float = 0.0) -> operator_pb2.PrivacyReply:
         """What has been spent on a population and its silos, over all jobs; on all of them by default."""

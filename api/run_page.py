@@ -23,6 +23,7 @@ from google.protobuf.message import Message
 import roundtable
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
+from roundtable.core.observability.thinning import spread
 from roundtable.engine import record_to_plain
 from roundtable.engine.messages import RoundRecord
 from roundtable.page.application import Application
@@ -121,8 +122,9 @@ class RunPage:
                         disk_free=free,
                     )
                 case "Operators/GetJob":
-                    self._must_be_run(getattr(request, "job", ""))
-                    return self._detail(whole=True)
+                    assert isinstance(request, operator_pb2.GetJobRequest)
+                    self._must_be_run(request.job)
+                    return self._detail(history=self._rounds(request))
                 case "Operators/ShowJobPrivacy":
                     return self._promise
         raise Refusal(grpc.StatusCode.NOT_FOUND, "a simulation has nothing of that; a coordinator has")
@@ -149,13 +151,20 @@ class RunPage:
                 return
             await asyncio.sleep(_TELL_SECONDS)
 
-    def _detail(self, *, whole: bool = False) -> operator_pb2.JobDetail:
+    def _rounds(self, request: operator_pb2.GetJobRequest) -> list[str]:
+        """The records that are asked for; every round has one."""
+        found = self._records[max(0, request.first - 1) : request.last or None]
+        if not request.rounds:
+            return found[-_KEPT_EVENTS:]
+        return [found[index] for index in spread(len(found), request.rounds)]
+
+    def _detail(self, *, history: Iterable[str] | None = None) -> operator_pb2.JobDetail:
         detail = operator_pb2.JobDetail(
             job=self._job, round=self._round, attempt=1, phase=self._phase, waiting_for=self._waits
         )
-        if whole:
+        if history is not None:
             detail.job_config = self._config
-            detail.history.extend(self._records)
+            detail.history.extend(history)
         return detail
 
     def _must_be_run(self, job: str) -> None:

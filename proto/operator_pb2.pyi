@@ -410,6 +410,35 @@ class JobRequest(google.protobuf.message.Message):
 global___JobRequest = JobRequest
 
 @typing.final
+class GetJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    ROUNDS_FIELD_NUMBER: builtins.int
+    FIRST_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    """As in JobRequest."""
+    rounds: builtins.int
+    """Which of the committed rounds: 0 for the newest, as many as fit into 3 MB; otherwise at most so many, spread
+    evenly over the history, the first and the last among them.
+    """
+    first: builtins.int
+    """Of the rounds from this one to that one alone; 0 for no bound."""
+    last: builtins.int
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        rounds: builtins.int = ...,
+        first: builtins.int = ...,
+        last: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first", b"first", "job", b"job", "last", b"last", "rounds", b"rounds"]) -> None: ...
+
+global___GetJobRequest = GetJobRequest
+
+@typing.final
 class ClientActivity(google.protobuf.message.Message):
     """What one silo does in the round that runs."""
 
@@ -484,7 +513,7 @@ class JobDetail(google.protobuf.message.Message):
     def clients(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ClientActivity]: ...
     @property
     def history(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Committed rounds as JSON objects, oldest first."""
+        """Committed rounds as JSON objects, oldest first, as the request wants them."""
 
     @property
     def incidents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[roundtable.proto.common_pb2.Event]:

@@ -43,7 +43,7 @@ class OperatorsStub(object):
                 )
         self.GetJob = channel.unary_unary(
                 '/roundtable.v1.Operators/GetJob',
-                request_serializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
+                request_serializer=roundtable_dot_proto_dot_operator__pb2.GetJobRequest.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_operator__pb2.JobDetail.FromString,
                 )
         self.WatchJob = channel.unary_stream(
@@ -336,7 +336,7 @@ def add_OperatorsServicer_to_server(servicer, server):
             ),
             'GetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.GetJob,
-                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.JobRequest.FromString,
+                    request_deserializer=roundtable_dot_proto_dot_operator__pb2.GetJobRequest.FromString,
                     response_serializer=roundtable_dot_proto_dot_operator__pb2.JobDetail.SerializeToString,
             ),
             'WatchJob': grpc.unary_stream_rpc_method_handler(
@@ -537,7 +537,7 @@ class Operators(object):
             timeout=None,
             metadata=None):
         return grpc.experimental.unary_unary(request, target, '/roundtable.v1.Operators/GetJob',
-            roundtable_dot_proto_dot_operator__pb2.JobRequest.SerializeToString,
+            roundtable_dot_proto_dot_operator__pb2.GetJobRequest.SerializeToString,
             roundtable_dot_proto_dot_operator__pb2.JobDetail.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -52,7 +52,7 @@ class OperatorsStub:
     ]
 
     GetJob: grpc.UnaryUnaryMultiCallable[
-        roundtable.proto.operator_pb2.JobRequest,
+        roundtable.proto.operator_pb2.GetJobRequest,
         roundtable.proto.operator_pb2.JobDetail,
     ]
 
@@ -196,7 +196,7 @@ class OperatorsAsyncStub:
     ]
 
     GetJob: grpc.aio.UnaryUnaryMultiCallable[
-        roundtable.proto.operator_pb2.JobRequest,
+        roundtable.proto.operator_pb2.GetJobRequest,
         roundtable.proto.operator_pb2.JobDetail,
     ]
 
@@ -352,7 +352,7 @@ class OperatorsServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def GetJob(
         self,
-        request: roundtable.proto.operator_pb2.JobRequest,
+        request: roundtable.proto.operator_pb2.GetJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[roundtable.proto.operator_pb2.JobDetail, collections.abc.Awaitable[roundtable.proto.operator_pb2.JobDetail]]: ...
 

@@ -7,8 +7,9 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote
@@ -24,7 +25,7 @@ from roundtable.core.errors import ConfigError, IdentityError, ResourceError, Ro
 from roundtable.core.foreign_text import printable
 from roundtable.page.live import LiveTopics, topics_of
 from roundtable.page.page_calls import CHANGES, READS, PageCall
-from roundtable.page.shown_rounds import rounds_of
+from roundtable.page.shown_rounds import MOST_ROUNDS, NEWEST, rounds_of, silos_of
 from roundtable.page.values import message_of, values_of
 from roundtable.proto import administration_pb2, operator_pb2
 from roundtable.server.auth.access import Refusal
@@ -80,6 +81,7 @@ class Application:
                 Route("/api/session", self._session),
                 Route("/api/read/{name}", self._read),
                 Route("/api/job/{job}", self._job),
+                Route("/api/job/{job}/rounds", self._rounds),
                 Route("/api/audit", self._audit),
                 Route("/api/change/{name}", self._change, methods=["POST"]),
                 Route("/api/live", _Stream(self._stream)),
@@ -161,16 +163,41 @@ class Application:
         return await self._answer(session, request, call, values)
 
     async def _job(self, request: Request) -> Response:
-        """A job with its configuration, its rounds thinned out, and its incidents."""
+        """A job with its configuration and its incidents, its rounds thinned out, its newest silo by silo."""
         session = await self._must_be(request)
-        wanted = operator_pb2.JobRequest(job=request.path_params["job"])
-        detail = await self._behind.calls.call(session.who, _address(request), "Operators/GetJob", wanted)
-        records = list(detail.history)
+        detail = await self._detail(session, request, rounds=MOST_ROUNDS)
+        rounds = await asyncio.to_thread(rounds_of, list(detail.history))
         del detail.history[:]
-        values = {**values_of(detail), "rounds_kept": len(records)}
-        values["rounds"] = await asyncio.to_thread(rounds_of, records)
+        values = {
+            **values_of(detail),
+            "rounds": rounds,
+            "newest": await self._newest(session, request, rounds),
+        }
         values["settings"] = settings_of(values.pop("job_config"))
         return JSONResponse(values)
+
+    async def _rounds(self, request: Request) -> Response:
+        """Rounds of a job between two, thinned out, and its newest silo by silo."""
+        session = await self._must_be(request)
+        first, last = (_whole(request.query_params.get(name, "0"), name) for name in ("first", "last"))
+        detail = await self._detail(session, request, rounds=MOST_ROUNDS, first=first, last=last)
+        rounds = await asyncio.to_thread(rounds_of, list(detail.history))
+        return JSONResponse({"rounds": rounds, "newest": await self._newest(session, request, rounds)})
+
+    async def _newest(
+        self, session: PageSession, request: Request, rounds: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        last = rounds[-1]["round"] if rounds else 0
+        detail = await self._detail(
+            session, request, rounds=NEWEST, first=max(1, last + 1 - NEWEST), last=last
+        )
+        return await asyncio.to_thread(silos_of, list(detail.history))
+
+    async def _detail(self, session: PageSession, request: Request, **wish: int) -> operator_pb2.JobDetail:
+        wanted = operator_pb2.GetJobRequest(job=request.path_params["job"], **wish)
+        detail = await self._behind.calls.call(session.who, _address(request), "Operators/GetJob", wanted)
+        assert isinstance(detail, operator_pb2.JobDetail)
+        return detail
 
     async def _audit(self, request: Request) -> Response:
         """The newest entries of the audit log, with their seals, as the operators' call gives them."""
@@ -318,6 +345,12 @@ def _onwards(wanted: str) -> str:
     """Where to go after signing in: a path of this page, nothing of another site."""
     plain = wanted.isprintable() and wanted.isascii() and "\\" not in wanted
     return wanted if plain and wanted.startswith("/") and not wanted.startswith("//") else "/"
+
+
+def _whole(text: str, name: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII):
+        raise ConfigError(f"{name}={printable(text, 20)!r} is no number of a round")
+    return int(text)
 
 
 def _address(request: Request) -> str:

@@ -1,43 +1,95 @@
-"""A job's rounds as a browser draws them: thinned out to what a screen can show."""
+"""A job's rounds as a browser draws them: sums as means, silos as counts, the newest silo by silo."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from roundtable.core.observability.transfer_figures import TransferSums
+
 MOST_ROUNDS = 2000
-_PLAIN = ("round", "attempt", "started", "ended", "closed", "failures", "excluded", "weights", "withheld")
-_KINDS = ("training", "evaluation", "before")
+"""That a curve is drawn of: more are thinned out, where they are kept."""
+NEWEST, MOST_SILOS = 40, 60
+"""Rounds and silos of the table of who contributed."""
+_PLAIN = ("round", "attempt", "started", "ended", "closed", "withheld")
+_KINDS = ("training", "evaluation", "before", "central")
 
 
-def rounds_of(records: Iterable[str], most: int = MOST_ROUNDS) -> list[dict[str, Any]]:
-    """Records of committed rounds as the page needs them: means in the place of sums, no vectors.
+def rounds_of(records: Iterable[str]) -> list[dict[str, Any]]:
+    """Records of committed rounds as curves need them: means in the place of sums, no vectors, no names.
 
-    More than `most` are thinned out evenly; the first and the last stay.
+    `spread`: the lowest and the highest mean of a silo, by metric.
     """
-    return [_round(json.loads(record)) for record in thinned(list(records), most)]
+    return [_round(json.loads(record)) for record in records]
 
 
-def thinned(values: Sequence[str], most: int) -> list[str]:
-    """At most `most` of the values, evenly over them, the first and the last among them."""
-    if len(values) <= most:
-        return list(values)
-    step = (len(values) - 1) / (most - 1)
-    return [values[round(index * step)] for index in range(most)]
+def silos_of(records: Iterable[str], most: int = MOST_SILOS) -> dict[str, Any]:
+    """Who contributed to these rounds: by round, for each silo what became of it, why, and its weight.
+
+    `rules`: of each round how many updates were left out for which reason, by the name that the rule gives.
+    At most so many silos, those that were left out or failed most often before others; `more` are not told.
+    """
+    rounds = [json.loads(record) for record in records]
+    trouble: Counter[str] = Counter()
+    for record in rounds:
+        names = (*(record.get("contributors") or ()), *_left_out(record))
+        trouble.update(dict.fromkeys(names, 0))
+        trouble.update(_left_out(record))
+    told = sorted(sorted(trouble, key=lambda name: (-trouble[name], name))[:most])
+    return {
+        "silos": told,
+        "more": len(trouble) - len(told),
+        "rounds": [_outcomes(record, set(told)) for record in rounds],
+    }
+
+
+def _left_out(record: Mapping[str, Any]) -> list[str]:
+    return [*(record.get("failures") or ()), *(record.get("excluded") or ())]
+
+
+def _outcomes(record: Mapping[str, Any], told: set[str]) -> dict[str, Any]:
+    weights = record.get("weights") or {}
+    silos = {name: ["counted", "", weights.get(name)] for name in record.get("contributors") or ()}
+    silos |= {name: ["failed", why, None] for name, why in (record.get("failures") or {}).items()}
+    silos |= {name: ["excluded", why, None] for name, why in (record.get("excluded") or {}).items()}
+    by_rule = {
+        fault["client"]: fault["reason"] for fault in (record.get("diagnosis") or {}).get("excluded", ())
+    }
+    rules = Counter(by_rule.get(name, "other") for name in record.get("excluded") or ())
+    return {
+        "round": record["round"],
+        "silos": {name: each for name, each in silos.items() if name in told},
+        "rules": dict(rules),
+    }
 
 
 def _round(record: Mapping[str, Any]) -> dict[str, Any]:
     shown = {name: record[name] for name in _PLAIN if name in record}
     for kind in _KINDS:
         shown[kind] = means(record.get(kind) or {})
-    shown["cohort"] = len(record.get("cohort") or ())
-    shown["contributors"] = list(record.get("contributors") or ())
-    shown["clients"] = {name: means(values) for name, values in (record.get("client_metrics") or {}).items()}
-    charge = record.get("charge") or {}
-    shown["epsilon"] = charge.get("epsilon")
+    for kind in ("cohort", "contributors", "failures", "excluded"):
+        shown[kind] = len(record.get(kind) or ())
+    values: dict[str, list[float]] = {}
+    for metrics in (record.get("client_metrics") or {}).values():
+        for name, value in means(metrics).items():
+            values.setdefault(name, []).append(value)
+    shown["spread"] = {name: [min(each), max(each)] for name, each in values.items() if len(each) > 1}
+    shown["epsilon"] = (record.get("charge") or {}).get("epsilon")
+    shown["transfers"] = _transfers(record.get("transfers") or {})
     return shown
+
+
+def _transfers(transfers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Bytes and losses of a round's updates together, and how many silos used which encoding."""
+    if not transfers:
+        return None
+    sums = TransferSums.of(transfers.values())
+    encodings = Counter(each["encoding"] for each in transfers.values() if each.get("encoding"))
+    wanted = ("up", "up_plain", "down", "down_plain", "error")
+    return {**{name: getattr(sums, name) for name in wanted}, "encodings": dict(encodings)}
 
 
 def means(sums: Mapping[str, Any]) -> dict[str, float]:

@@ -69,6 +69,15 @@ class LogWish:
 
 
 @dataclass(frozen=True)
+class HistoryWish:
+    """A job, and how many of its rounds between these two, 0 for no bound; none: the newest."""
+
+    job: str
+    rounds: int
+    between: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class InvitationWish:
     """A silo that is to be invited, for so long and so many uses."""
 
@@ -105,12 +114,21 @@ class EnrolmentWish:
 
 def job_of(
     request: operator_pb2.JobRequest
+    | operator_pb2.GetJobRequest
     | operator_pb2.WatchJobRequest
     | operator_pb2.JobLogRequest
     | pb.ProvenanceRequest,
 ) -> str:
     """The identifier, its beginning, or the name by which a job is asked for."""
     return bounds.text(request.job, _NAME, "a job's name")
+
+
+def history_of(request: operator_pb2.GetJobRequest) -> HistoryWish:
+    """Of which job what is wanted to know, and how much of its history."""
+    first = bounds.within(request.first, 0, bounds.MOST_ROUNDS, "the first round")
+    last = bounds.within(request.last, 0, bounds.MOST_ROUNDS, "the last round")
+    rounds = bounds.within(request.rounds, 0, bounds.MOST_ROUNDS, "how many rounds")
+    return HistoryWish(job_of(request), rounds, (first, last))
 
 
 def move_of(request: operator_pb2.MoveJobRequest) -> tuple[str, int | None, str | None]:

@@ -38,7 +38,8 @@ from roundtable.server.store import FINAL, AgentRow, JobRow, tables
 from roundtable.server.store.agent_rows import all_clients, disable
 from roundtable.server.store.artifacts import is_readable
 from roundtable.server.store.audit import append
-from roundtable.server.store.jobs import UnknownJob, last_sequence, newest_history
+from roundtable.server.store.history_rows import history_within
+from roundtable.server.store.jobs import UnknownJob, last_sequence
 from roundtable.server.store.ledger import Limit, entries, limits, remove_budget, totals
 from roundtable.server.store.trust_rows import revoked_silos
 
@@ -137,9 +138,11 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         return operator_pb2.ListJobsReply(jobs=[self._job(row) for row in await self._jobs.rows()])
 
     @override
-    async def GetJob(self, request: operator_pb2.JobRequest, context: Context) -> operator_pb2.JobDetail:
-        row = await self._find(door.job_of(request))
-        records = await self._services.database.read(lambda c: newest_history(c, row.id, MAX_HISTORY_BYTES))
+    async def GetJob(self, request: operator_pb2.GetJobRequest, context: Context) -> operator_pb2.JobDetail:
+        wish = door.history_of(request)
+        row = await self._find(wish.job)
+        most = wish.rounds, MAX_HISTORY_BYTES
+        records = await self._services.database.read(lambda c: history_within(c, row.id, wish.between, *most))
         detail = detail_of(row, self._jobs.runner(row.id), self._job(row))
         detail.job_config = row.config
         detail.initial_model.CopyFrom(

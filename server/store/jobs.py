@@ -24,12 +24,10 @@ from roundtable.server.store.trust_rows import Party
 DELETED = "deleted"
 """A job of which the row is left, so that charges and silos that know it still have one."""
 FINAL = ("finished", "cancelled", "failed", DELETED)
-HISTORY_PAGE = 100
 LONGEST_NAME = 200
 MOST_ENDED = 100
 SHOWN = 5
 """Jobs that an answer lists where more than one could be meant."""
-MOST_ROUNDS = 2**31 - 1
 INCIDENT_KINDS = (
     "client_failed",
     "client_troubled",
@@ -276,23 +274,6 @@ def history(connection: Connection, job: str) -> list[str]:
         sa.select(tables.rounds.c.record).where(tables.rounds.c.job == job).order_by(tables.rounds.c.round)
     )
     return list(connection.execute(query).scalars())
-
-
-def newest_history(connection: Connection, job: str, most: int) -> list[str]:
-    """The newest of these records that have at most `most` characters together, oldest first."""
-    table, kept, size, before = tables.rounds.c, list[str](), 0, MOST_ROUNDS
-    while True:
-        query = sa.select(table.round, table.record).where(table.job == job, table.round < before)
-        # A page at a time: of a long job, all of them together may be more than memory should hold.
-        rows = connection.execute(query.order_by(table.round.desc()).limit(HISTORY_PAGE)).all()
-        for row in rows:
-            size += len(row.record)
-            if size > most:
-                return kept[::-1]
-            kept.append(row.record)
-        if len(rows) < HISTORY_PAGE:
-            return kept[::-1]
-        before = rows[-1].round
 
 
 def events_from(connection: Connection, job: str, sequence: int, limit: int = 1000) -> list[EventRow]:

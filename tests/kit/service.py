@@ -80,7 +80,7 @@ class Operator:
 
     async def job(self, job: str) -> Any:
         """GetJob."""
-        return await self.stub.GetJob(operator_pb2.JobRequest(job=job))
+        return await self.stub.GetJob(operator_pb2.GetJobRequest(job=job))
 
     async def watch_until(self, job: str, status: str) -> list[Any]:
         """Follows the job until it has this status; returns all events up to then."""

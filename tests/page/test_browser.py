@@ -87,6 +87,13 @@ async def test_a_job_is_followed_paused_and_resumed_in_the_browser(
         await page.locator("figure.chart").first.wait_for()
         await page.get_by_text("round 3 is committed").first.wait_for()
         await expect(page.locator(".heat td.counted")).to_have_count(6)
+        # A stretch of rounds is asked for anew, and the whole again.
+        await page.get_by_label("Rounds from").fill("3")
+        async with page.expect_response("**/rounds?first=3&last=0") as closer:
+            await page.get_by_role("button", name="Look closer").click()
+        assert [each["round"] for each in (await (await closer.value).json())["rounds"]] == [3]
+        await page.get_by_role("button", name="All rounds").click()
+        await expect(page.get_by_label("Rounds from")).to_have_value("")
         await accessible(page)
         await page.get_by_role("navigation").get_by_role("link", name="Silos").click()
         # What a silo says of itself is shown as it wrote it.

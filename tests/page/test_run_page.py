@@ -14,7 +14,7 @@ from page_world import Browser
 from roundtable.core import load_job, parse_job
 from roundtable.core.errors import ConfigError
 from roundtable.demo import free_port
-from roundtable.proto.operator_pb2 import JobRequest
+from roundtable.proto.operator_pb2 import GetJobRequest
 from roundtable.run_page import VIEWER, RunPage, run_page
 from roundtable.simulation.reporting.run_directory import committed_rounds
 from roundtable.starters import BUILT_EXAMPLES
@@ -60,7 +60,7 @@ async def test_its_link_opens_it_and_it_stays_until_ctrl_c(command: str, tmp_pat
     if command == "simulate":
         # A run that goes on shows what was committed before.
         earlier = RunPage(load_job(EXAMPLE), committed_rounds(tmp_path / "run"))
-        told = await earlier.call(VIEWER, "", "Operators/GetJob", JobRequest(job="run"))
+        told = await earlier.call(VIEWER, "", "Operators/GetJob", GetJobRequest(job="run"))
         assert (told.job.rounds_done, len(told.history)) == (2, 2)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 
 import pytest
 
 from roundtable.core.errors import ConfigError
-from roundtable.page.shown_rounds import means, rounds_of, thinned
+from roundtable.page.shown_rounds import means, rounds_of, silos_of
 from roundtable.page.values import message_of, values_of
 from roundtable.proto import operator_pb2
 from roundtable.web.job_settings import settings_of
@@ -42,33 +41,50 @@ def test_a_browsers_values_are_checked(wrong: dict[str, object]) -> None:
     assert message_of(operator_pb2.JobRequest, {"job": "a"}).job == "a"
 
 
-def test_rounds_are_thinned_out_evenly_and_told_as_means() -> None:
-    records = [
-        json.dumps(
-            {
-                "round": number,
-                "evaluation": {"accuracy": [number * 2.0, 4], "nothing": [0.0, 0], "bad": [math.inf, 1]},
-                "training": {},
-                "contributors": ["alder"],
-                "cohort": ["alder", "birch"],
-                "client_metrics": {"alder": {"accuracy": [1.0, 2]}},
-                "charge": {"epsilon": 0.5},
-            }
-        )
-        for number in range(1, 10001)
-    ]
-    shown = rounds_of(records)
-    assert len(shown) == 2000
-    assert shown[0]["round"] == 1
-    assert shown[-1]["round"] == 10000
-    assert shown[0]["evaluation"] == {"accuracy": 0.5}
-    assert shown[0]["cohort"] == 2
-    assert shown[0]["clients"] == {"alder": {"accuracy": 0.5}}
-    assert shown[0]["epsilon"] == 0.5
-    gaps = {after["round"] - before["round"] for before, after in itertools.pairwise(shown)}
-    assert gaps == {5, 6} or gaps == {5}
-    assert thinned(["a", "b"], 2) == ["a", "b"]
+def test_rounds_are_told_as_means_spreads_and_counts() -> None:
+    record = {
+        "round": 7,
+        "evaluation": {"accuracy": [14.0, 4], "nothing": [0.0, 0], "bad": [math.inf, 1]},
+        "training": {},
+        "contributors": ["alder", "birch"],
+        "cohort": ["alder", "birch", "cedar"],
+        "failures": {"cedar": "ran out of memory"},
+        "client_metrics": {"alder": {"accuracy": [1.0, 2]}, "birch": {"accuracy": [3.0, 2]}},
+        "charge": {"epsilon": 0.5},
+        "transfers": {
+            "alder": {"up": 10, "up_plain": 40, "error": 0.5, "encoding": "int8"},
+            "birch": {"up": 20, "up_plain": 40, "encoding": "int8"},
+        },
+    }
+    (shown,) = rounds_of([json.dumps(record)])
+    assert shown["evaluation"] == {"accuracy": 3.5}
+    assert shown["spread"] == {"accuracy": [0.5, 1.5]}
+    assert (shown["cohort"], shown["contributors"], shown["failures"], shown["excluded"]) == (3, 2, 1, 0)
+    assert shown["epsilon"] == 0.5
+    sums = {"up": 30, "up_plain": 80, "down": 0, "down_plain": 0, "error": 0.5, "encodings": {"int8": 2}}
+    assert shown["transfers"] == sums
+    assert "alder" not in json.dumps(shown)
     assert means({"loss": [-math.inf, 3]}) == {}
+
+
+def test_the_newest_rounds_are_told_by_silo_and_by_reason() -> None:
+    record = {
+        "round": 3,
+        "contributors": [f"silo-{number}" for number in range(9)],
+        "weights": {"silo-8": 0.25},
+        "failures": {"late": "did not answer"},
+        "excluded": {"liar": "its norm is 9 times the median", "odd": "no reason"},
+        "diagnosis": {"excluded": [{"client": "liar", "reason": "norm_ratio", "message": ""}]},
+    }
+    told = silos_of([json.dumps(record)], most=4)
+    assert told["silos"] == ["late", "liar", "odd", "silo-0"]
+    assert told["more"] == 8
+    (shown,) = told["rounds"]
+    assert shown["silos"]["liar"] == ["excluded", "its norm is 9 times the median", None]
+    assert shown["silos"]["silo-0"] == ["counted", "", None]
+    assert shown["rules"] == {"norm_ratio": 1, "other": 1}
+    assert silos_of([json.dumps(record)])["rounds"][0]["silos"]["silo-8"] == ["counted", "", 0.25]
+    assert silos_of([]) == {"silos": [], "more": 0, "rounds": []}
 
 
 def test_settings_say_which_are_defaults() -> None:

@@ -11,8 +11,12 @@ const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
  * @typedef {{label: string, points: [number, number][], low?: Map<number, number>, high?: Map<number, number>}} Series
  */
 export class Chart {
-  /** @param {string} title @param {string} unit of the values, or "" */
-  constructor(title, unit = "") {
+  /**
+   * @param {string} title @param {string} unit of the values, or ""
+   * @param {(first: number, last: number) => void} [look] a stretch that is drawn over with the mouse; 0, 0 at a double click
+   */
+  constructor(title, unit = "", look) {
+    this.look = look;
     this.title = title;
     this.unit = unit;
     this.place = h("div", { class: "plot", "aria-hidden": "true" });
@@ -64,6 +68,11 @@ export class Chart {
       const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line } };
       const whole = (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : ""));
       const options = { ...this.size(), series: shape, bands, scales: { x: { time: false } }, axes: [{ ...axis, values: whole, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000] }, { ...axis, size: 60 }], legend: { live: false } };
+      const { look } = this;
+      if (look) {
+        const chosen = (/** @type {any} */ plot) => plot.select.width > 5 && look(Math.max(1, Math.floor(plot.posToVal(plot.select.left, "x"))), Math.ceil(plot.posToVal(plot.select.left + plot.select.width, "x")));
+        Object.assign(options, { cursor: { drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => look(0, 0) } }, hooks: { setSelect: [(/** @type {any} */ plot) => { if (plot.select.width > 0) { chosen(plot); plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false); } }] } });
+      }
       fill(this.place);
       this.plot = new Plot(options, data, this.place);
     } else this.plot.setData(data);

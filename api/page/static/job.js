@@ -9,6 +9,8 @@ import { may, read, session } from "/static/session.js";
 import { Timeline } from "/static/timeline.js";
 
 const OVER = ["finished", "cancelled", "failed"];
+/** Rounds that are added to one by one; then the whole is read thinned out again. */
+const MOST_KEPT = 4000;
 
 /** @param {string} id */
 export function job(id) {
@@ -19,6 +21,7 @@ export function job(id) {
   const tiles = h("section", { class: "tiles", "aria-label": "Where it stands" });
   const timeline = new Timeline();
   const charts = h("div", { class: "charts" }, h("p", { class: "empty" }, "Looking…"));
+  const stretch = stretchForm((first, last) => look(first, last));
   const protection = h("div");
   const contributions = h("div");
   const settings = h("div");
@@ -47,7 +50,7 @@ export function job(id) {
     actions,
     tiles,
     h("section", {}, h("h2", {}, "Timeline"), timeline.node),
-    h("section", {}, h("h2", {}, "Curves"), charts),
+    h("section", {}, h("h2", {}, "Curves"), stretch.node, charts),
     h("section", {}, h("h2", {}, "Silos at work"), cohort.node),
     h("section", {}, h("h2", {}, "Who contributed"), contributions),
     h("section", {}, h("h2", {}, "Privacy"), protection),
@@ -61,17 +64,27 @@ export function job(id) {
   const drawn = new Map();
   let asking = false;
   let newest = 0;
+  /** Rounds of a stretch that is looked at more closely. @type {any[] | null} */
+  let closer = null;
 
+  /** The whole at first, then what has come since. */
   async function load() {
     if (asking) return;
     asking = true;
     try {
-      kept = await read(`/api/job/${encodeURIComponent(id)}`);
-      newest = kept.job.rounds_done;
+      const last = kept?.rounds.at(-1)?.round;
+      if (last && kept.rounds.length < MOST_KEPT) {
+        const more = await read(`/api/job/${encodeURIComponent(id)}/rounds?first=${last + 1}`);
+        if (more.rounds.length) kept = { ...kept, rounds: [...kept.rounds, ...more.rounds], newest: more.newest };
+      } else {
+        kept = await read(`/api/job/${encodeURIComponent(id)}`);
+        configuration();
+      }
+      kept.job = rows(topic, "job")[""] ?? kept.job;
+      models();
+      newest = kept.rounds.at(-1)?.round ?? 0;
       curves();
       heat();
-      configuration();
-      models();
     } catch (error) {
       fill(problem, h("p", { class: "problem", role: "alert" }, error instanceof Error ? error.message : String(error)));
     } finally {
@@ -89,14 +102,26 @@ export function job(id) {
     }
   }
 
+  /** A stretch of rounds in all detail that there is; 0 for no bound. @param {number} first @param {number} last */
+  async function look(first, last) {
+    stretch.from.value = first ? String(first) : "";
+    stretch.to.value = last ? String(last) : "";
+    try {
+      closer = first || last ? (await read(`/api/job/${encodeURIComponent(id)}/rounds?first=${first}&last=${last}`)).rounds : null;
+      curves();
+    } catch (error) {
+      fill(problem, h("p", { class: "problem", role: "alert" }, error instanceof Error ? error.message : String(error)));
+    }
+  }
+
   function curves() {
-    const wanted = seriesOf(kept.rounds);
+    const wanted = seriesOf(closer ?? kept.rounds);
     for (const [name, chart] of drawn) if (!wanted.has(name)) { chart.close(); drawn.delete(name); }
     if (!wanted.size) return fill(charts, h("p", { class: "empty" }, "No round has told any figures yet, or the job's level of privacy withholds them."));
     for (const [name, series] of wanted) {
       let chart = drawn.get(name);
       if (!chart) {
-        chart = new Chart(name);
+        chart = new Chart(name, "", look);
         drawn.set(name, chart);
         if (drawn.size === 1) fill(charts);
         charts.append(chart.node);
@@ -106,25 +131,30 @@ export function job(id) {
   }
 
   function heat() {
-    const shown = kept.rounds.slice(-40);
-    const silos = [...new Set(shown.flatMap((/** @type {any} */ round) => [...round.contributors, ...Object.keys(round.failures ?? {}), ...Object.keys(round.excluded ?? {})]))].sort();
+    const { silos, rounds, more } = kept.newest;
     if (!silos.length) return fill(contributions, h("p", { class: "empty" }, "Nothing is told of single silos yet."));
+    const heaviest = Math.max(...rounds.flatMap((/** @type {any} */ round) => Object.values(round.silos).map((/** @type {any} */ each) => each[2] ?? 0)));
     const cell = (/** @type {any} */ round, /** @type {string} */ silo) => {
-      if (round.excluded?.[silo]) return ["late", "–", `left out: ${round.excluded[silo]}`];
-      if (round.failures?.[silo]) return ["failed", "✗", `failed: ${round.failures[silo]}`];
-      if (round.contributors.includes(silo)) return ["counted", "•", `counted${round.weights?.[silo] === undefined ? "" : `, weight ${number(round.weights[silo])}`}`];
+      const [outcome, why, weight] = round.silos[silo] ?? ["", "", null];
+      if (outcome === "excluded") return ["late", "–", `left out: ${why}`];
+      if (outcome === "failed") return ["failed", "✗", `failed: ${why}`];
+      // The share of the heaviest weight in fifths: what a rule trusts little is pale.
+      if (outcome === "counted") return [`counted${weight === null || !heaviest ? "" : ` share${Math.ceil((5 * weight) / heaviest)}`}`, "•", `counted${weight === null ? "" : `, weight ${number(weight)}`}`];
       return ["", "", "was not asked"];
     };
+    const rules = [...new Set(rounds.flatMap((/** @type {any} */ round) => Object.keys(round.rules)))].sort();
+    const most = Math.max(...rounds.flatMap((/** @type {any} */ round) => /** @type {number[]} */ (Object.values(round.rules))));
     fill(
       contributions,
-      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Contributions by round" },
-        h("table", { class: "heat" }, h("caption", {}, "By silo and round: • counted, – left out by the rule, ✗ failed"),
-          h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Silo"), shown.map((/** @type {any} */ round) => h("th", { scope: "col" }, round.round)))),
-          h("tbody", {}, silos.slice(0, 60).map((silo) => h("tr", {}, h("th", { scope: "row" }, silo), shown.map((/** @type {any} */ round) => {
-            const [look, sign, why] = cell(round, silo);
-            return h("td", { class: look, title: `${silo}, round ${round.round}: ${why}` }, sign);
-          })))))),
-      silos.length > 60 ? h("p", { class: "words" }, `${silos.length - 60} more silos are not shown.`) : null,
+      byRound("By silo and round: • counted, the darker the more it weighed, – left out by the rule, ✗ failed", "Silo", rounds, silos, (round, silo) => {
+        const [look, sign, why] = cell(round, silo);
+        return h("td", { class: look, title: `${silo}, round ${round.round}: ${why}` }, sign);
+      }),
+      more ? h("p", { class: "words" }, `${more} more silos, which failed less often, are not shown.`) : null,
+      rules.length ? byRound("Updates left out, by reason and round", "Reason", rounds, rules, (round, rule) => {
+        const count = round.rules[rule] ?? 0;
+        return h("td", { class: count ? `late share${Math.ceil((5 * count) / most)}` : "", title: `${rule.replaceAll("_", " ")}, round ${round.round}: ${count}` }, count || "");
+      }) : null,
     );
   }
 
@@ -154,7 +184,7 @@ export function job(id) {
         tile("Submitted", when(told.submitted), `by ${told.submitter}`),
       );
       buttons(told);
-      if (told.rounds_done !== newest && kept) load();
+      if (told.rounds_done > newest && kept) load();
     }
     const clients = rows(topic, "clients");
     cohort.show(Object.entries(clients).sort(([one], [other]) => one.localeCompare(other)));
@@ -187,6 +217,17 @@ export function job(id) {
   return { title: "Job", node, topics: [topic], update, close: () => drawn.forEach((chart) => chart.close()) };
 }
 
+/** Two fields for a stretch of rounds. @param {(first: number, last: number) => void} chosen */
+function stretchForm(chosen) {
+  const field = (/** @type {string} */ name) => /** @type {HTMLInputElement} */ (h("input", { id: `rounds-${name}`, type: "number", min: 1, step: 1, inputmode: "numeric" }));
+  const from = field("from");
+  const to = field("to");
+  const node = h("form", { class: "bar stretch", onsubmit: (/** @type {Event} */ event) => { event.preventDefault(); chosen(Number(from.value), Number(to.value)); } },
+    h("label", { for: from.id }, "Rounds from"), from, h("label", { for: to.id }, "to"), to,
+    h("button", { type: "submit" }, "Look closer"), h("button", { type: "button", onclick: () => chosen(0, 0) }, "All rounds"));
+  return { node, from, to };
+}
+
 /** @param {any} each */
 function stepOf(each) {
   const figures = each.figures;
@@ -197,6 +238,18 @@ function stepOf(each) {
   if (figures.waiting_seconds !== undefined && figures.seconds) parts.push(`waiting ${Math.round((100 * figures.waiting_seconds) / figures.seconds)} %`);
   if (figures.memory_bytes !== undefined) parts.push(bytes(figures.memory_bytes));
   return parts.join(", ");
+}
+
+/**
+ * A table with a column for each round.
+ * @param {string} caption @param {string} corner @param {any[]} rounds @param {string[]} names
+ * @param {(round: any, name: string) => Node} cell
+ */
+function byRound(caption, corner, rounds, names, cell) {
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h("table", { class: "heat" }, h("caption", {}, caption),
+      h("thead", {}, h("tr", {}, h("th", { scope: "col" }, corner), rounds.map((round) => h("th", { scope: "col" }, round.round)))),
+      h("tbody", {}, names.map((name) => h("tr", {}, h("th", { scope: "row" }, name), rounds.map((round) => cell(round, name)))))));
 }
 
 /** Series of each metric, with the spread over silos where it is told. @param {any[]} rounds */
@@ -214,17 +267,21 @@ export function seriesOf(rounds) {
   for (const round of rounds) {
     for (const [name, value] of Object.entries(round.evaluation)) {
       const one = put(name, "evaluation", round.round, /** @type {number} */ (value));
-      const silos = Object.values(round.clients ?? {}).map((/** @type {any} */ each) => each[name]).filter((each) => each !== undefined);
-      if (silos.length > 1) {
-        one.low ??= new Map();
-        one.high ??= new Map();
-        one.low.set(round.round, Math.min(...silos));
-        one.high.set(round.round, Math.max(...silos));
+      const [low, high] = round.spread[name] ?? [];
+      if (low !== undefined) {
+        (one.low ??= new Map()).set(round.round, low);
+        (one.high ??= new Map()).set(round.round, high);
       }
     }
     for (const [name, value] of Object.entries(round.training)) put(name, "training", round.round, /** @type {number} */ (value));
+    for (const [name, value] of Object.entries(round.central)) put(name, "central test data", round.round, /** @type {number} */ (value));
     for (const [name, value] of Object.entries(round.before)) put(name, "before the round", round.round, /** @type {number} */ (value));
     if (round.epsilon !== null && round.epsilon !== undefined) put("ε spent", "epsilon", round.round, round.epsilon);
+    if (round.transfers) {
+      put("MB of updates and models", "updates, up", round.round, round.transfers.up / 1e6);
+      if (round.transfers.down) put("MB of updates and models", "models, down", round.round, round.transfers.down / 1e6);
+      if (round.transfers.error !== null) put("relative error of encoding", "updates", round.round, round.transfers.error);
+    }
   }
   return found;
 }
@@ -233,7 +290,7 @@ export function seriesOf(rounds) {
 function tableOf(rounds) {
   const names = [...new Set(rounds.flatMap((round) => [...Object.keys(round.evaluation), ...Object.keys(round.training).map((name) => `training ${name}`)]))];
   const value = (/** @type {any} */ round, /** @type {string} */ name) => (name.startsWith("training ") ? round.training[name.slice(9)] : round.evaluation[name]);
-  return [["round", "attempt", "started", "ended", "cohort", "contributors", ...names], ...rounds.map((round) => [round.round, round.attempt, round.started, round.ended, round.cohort, round.contributors.length, ...names.map((name) => value(round, name))])];
+  return [["round", "attempt", "started", "ended", "cohort", "contributors", ...names], ...rounds.map((round) => [round.round, round.attempt, round.started, round.ended, round.cohort, round.contributors, ...names.map((name) => value(round, name))])];
 }
 
 /** @param {any} told */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sqlite3
 import time
@@ -29,6 +30,7 @@ from roundtable.server.store import (
     LedgerRow,
     Transition,
     UpdateRow,
+    history_rows,
     tables,
 )
 from roundtable.server.store import jobs as store
@@ -202,7 +204,7 @@ async def test_a_transition_is_made_once(opened: Database) -> None:
 async def test_the_newest_rounds_are_read_a_page_at_a_time(
     opened: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "HISTORY_PAGE", 3)
+    monkeypatch.setattr(history_rows, "HISTORY_PAGE", 3)
     row = await with_job(opened)
     for number in range(1, 8):
         await write(opened, store.apply, transition(1 + number, records=[record(number)]))
@@ -210,9 +212,36 @@ async def test_the_newest_rounds_are_read_a_page_at_a_time(
     length = len(whole[0])
     assert [len(each) for each in whole] == [length] * 7
     for count in range(9):
-        found = await opened.read(lambda c, n=count: store.newest_history(c, row.id, n * length))
+        found = await opened.read(lambda c, n=count: history_rows.newest_history(c, row.id, n * length))
         assert found == whole[max(0, 7 - count) :]
-    assert await opened.read(lambda c: store.newest_history(c, row.id, length - 1)) == []
+    assert await opened.read(lambda c: history_rows.newest_history(c, row.id, length - 1)) == []
+
+
+async def test_a_long_history_is_read_spread_evenly_within_a_bound(opened: Database) -> None:
+    row = await with_job(opened)
+    for number in range(1, 41):
+        heavy = {"note": "x" * (1000 if number % 7 == 0 else 10)}
+        await write(
+            opened, store.apply, transition(1 + number, records=[{**record(number), "diagnosis": heavy}])
+        )
+
+    async def rounds(between: tuple[int, int], count: int, most: int = 10**6) -> list[int]:
+        found = await opened.read(lambda c: history_rows.spread_history(c, row.id, between, count, most))
+        assert sum(map(len, found)) <= most
+        return [json.loads(each)["round"] for each in found]
+
+    assert await rounds((0, 0), 100) == list(range(1, 41))
+    assert await rounds((0, 0), 4) == [1, 14, 27, 40]
+    assert await rounds((11, 13), 100) == [11, 12, 13]
+    assert await rounds((39, 0), 2) == [39, 40]
+    assert await rounds((50, 60), 2) == []
+    for most in (200, 1000, 5000, 9000):
+        found = await rounds((0, 0), 40, most)
+        if len(found) > 1:
+            assert (found[0], found[-1]) == (1, 40)
+            gaps = [after - before for before, after in itertools.pairwise(found)]
+            assert max(gaps) - min(gaps) <= 1
+    assert len(await rounds((0, 0), 40, 9000)) > 5
 
 
 async def test_a_job_that_another_coordinator_has_taken_further(opened: Database) -> None:
