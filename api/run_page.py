@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 
 import roundtable
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ConfigError
+from roundtable.core.errors import ConfigError, IdentityError
 from roundtable.core.observability.thinning import spread
 from roundtable.engine import record_to_plain
 from roundtable.engine.messages import RoundRecord
@@ -30,6 +30,7 @@ from roundtable.page.application import Application
 from roundtable.privacy.protection import hidden, people, protection
 from roundtable.proto import common_pb2, operator_pb2
 from roundtable.server.auth.access import Refusal
+from roundtable.server.auth.oidc_sign_in import ProviderAnswer
 from roundtable.server.auth.page_sessions import PageSession
 from roundtable.server.auth.principals import Principal
 from roundtable.server.dashboard import BehindThePage
@@ -207,6 +208,16 @@ class _OneToken:
         if not hmac.compare_digest(bearer.encode(), self._token.encode()):
             raise Refusal(grpc.StatusCode.UNAUTHENTICATED, "this token is not known here")
         return VIEWER
+
+    @property
+    def has_provider_page(self) -> bool:
+        return False
+
+    async def provider_address(self, cookie: str) -> str:
+        raise IdentityError("nobody signs in here at an identity provider")
+
+    async def of_code(self, cookie: str, answer: ProviderAnswer, address: str) -> Principal:
+        raise IdentityError("nobody signs in here at an identity provider")
 
     def redeem(self, word: str) -> Principal | None:
         return None

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
+from roundtable.server.auth.oidc_sign_in import ProviderAnswer
 from roundtable.server.auth.page_sessions import PageSession
 from roundtable.server.auth.principals import Principal
 
@@ -49,6 +50,19 @@ class PageBearers(Protocol):
 
     async def of_bearer(self, bearer: str, address: str) -> Principal:
         """The holder of a token. Refusal for one that does not hold."""
+        ...
+
+    @property
+    def has_provider_page(self) -> bool:
+        """Whether people sign in at an identity provider's page; without, the two calls below fail."""
+        ...
+
+    async def provider_address(self, cookie: str) -> str:
+        """Where the browser with this cookie signs in. UnavailableError without the provider."""
+        ...
+
+    async def of_code(self, cookie: str, answer: ProviderAnswer, address: str) -> Principal:
+        """Who comes back from there. Refusal, IdentityError or UnavailableError for whom that fails."""
         ...
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import json
 import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote
+from urllib.parse import quote
 
 import grpc
 from starlette.applications import Starlette
@@ -26,19 +24,17 @@ from roundtable.core.foreign_text import printable
 from roundtable.page.live import LiveTopics, topics_of
 from roundtable.page.page_calls import CHANGES, READS, PageCall
 from roundtable.page.shown_rounds import MOST_ROUNDS, NEWEST, rounds_of, silos_of
+from roundtable.page.sign_in import FILES, SignIn, address_of
 from roundtable.page.values import message_of, values_of
 from roundtable.proto import administration_pb2, operator_pb2
 from roundtable.server.auth.access import Refusal
 from roundtable.server.auth.page_sessions import PageSession, forgery_token
 from roundtable.server.auth.permissions import PERMISSIONS
-from roundtable.server.auth.principals import credential_of
 from roundtable.server.dashboard import BehindThePage
 from roundtable.web.job_settings import settings_of
-from roundtable.web.web_files import WebFiles
 
 log = logging.getLogger("roundtable.page")
 
-_FILES = WebFiles(Path(__file__).parent / "static")
 GATHER_SECONDS = 0.1
 APART_SECONDS = 0.25
 """Between two writes to a browser: where much happens, each costs more than what it says."""
@@ -74,8 +70,7 @@ class Application:
         self.app = Starlette(
             routes=[
                 *(Route(path, self._page) for path in pages),
-                Route("/sign-in", self._sign_in_page, methods=["GET"]),
-                Route("/sign-in", self._sign_in, methods=["POST"]),
+                *SignIn(behind, self._cookie, secure).routes(),
                 Route("/sign-out", self._sign_out, methods=["POST"]),
                 Route("/static/{name}", self._static),
                 Route("/api/session", self._session),
@@ -97,35 +92,7 @@ class Application:
     async def _page(self, request: Request) -> Response:
         if await self._who(request) is None:
             return RedirectResponse(f"/sign-in?next={quote(request.url.path, safe='/')}", 303)
-        return _FILES.answer("index.html")
-
-    async def _sign_in_page(self, request: Request) -> Response:
-        return _FILES.answer("sign-in.html")
-
-    async def _sign_in(self, request: Request) -> Response:
-        """Exchanges a token, of ours or of the identity provider, or a word for a certificate's holder."""
-        form = parse_qs((await request.body()).decode("utf-8", "replace"), keep_blank_values=True)
-        token, onwards = form.get("token", [""])[0].strip(), _onwards(form.get("next", ["/"])[0])
-        if not token:
-            return RedirectResponse(f"/sign-in?why=empty&next={quote(onwards, safe='/')}", 303)
-        try:
-            who = self._behind.sessions.redeem(token)
-            if who is None:
-                who = await self._behind.access.of_bearer(token, _address(request))
-        except Refusal as error:
-            why = "wait" if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED else "wrong"
-            return RedirectResponse(f"/sign-in?why={why}&next={quote(onwards, safe='/')}", 303)
-        # An address of ours never holds the secret: it would be in histories and logs.
-        known = credential_of(token)
-        digest = hashlib.sha256(known.encode()).hexdigest()
-        kept = {"token": known, "certificate": who.serial}.get(who.source, digest)
-        secret = await self._behind.sessions.begin(who, kept)
-        log.info("%s has signed in to the page", who.label)
-        answer = RedirectResponse(onwards, 303)
-        answer.set_cookie(
-            self._cookie, secret, secure=self._secure, httponly=True, samesite="strict", path="/"
-        )
-        return answer
+        return FILES.answer("index.html")
 
     async def _sign_out(self, request: Request) -> Response:
         session = await self._must_be(request)
@@ -137,7 +104,7 @@ class Application:
         return answer
 
     async def _static(self, request: Request) -> Response:
-        return _FILES.answer(request.path_params["name"])
+        return FILES.answer(request.path_params["name"])
 
     async def _session(self, request: Request) -> Response:
         """Who is signed in, what they may call, and the token that changes need."""
@@ -195,7 +162,7 @@ class Application:
 
     async def _detail(self, session: PageSession, request: Request, **wish: int) -> operator_pb2.JobDetail:
         wanted = operator_pb2.GetJobRequest(job=request.path_params["job"], **wish)
-        detail = await self._behind.calls.call(session.who, _address(request), "Operators/GetJob", wanted)
+        detail = await self._behind.calls.call(session.who, address_of(request), "Operators/GetJob", wanted)
         assert isinstance(detail, operator_pb2.JobDetail)
         return detail
 
@@ -204,7 +171,9 @@ class Application:
         session = await self._must_be(request)
         wanted = administration_pb2.ReadAuditRequest(from_sequence=1, live=True)
         lines: list[str] = []
-        stream = self._behind.calls.stream(session.who, _address(request), "Administration/ReadAudit", wanted)
+        stream = self._behind.calls.stream(
+            session.who, address_of(request), "Administration/ReadAudit", wanted
+        )
         async for part in stream:
             assert isinstance(part, administration_pb2.AuditLines)
             lines = [*lines, *part.lines][-MOST_AUDIT:]
@@ -214,7 +183,7 @@ class Application:
         self, session: PageSession, request: Request, call: PageCall, values: dict[str, Any]
     ) -> Response:
         wanted = message_of(call.request, values)
-        reply = await self._behind.calls.call(session.who, _address(request), call.name, wanted)
+        reply = await self._behind.calls.call(session.who, address_of(request), call.name, wanted)
         return JSONResponse(values_of(reply))
 
     async def _stream(self, request: Request, send: Send) -> None:
@@ -227,7 +196,7 @@ class Application:
                 f"{label} has {MOST_STREAMS} streams open, the most of one party: close a page"
             )
         self._streams[label] += 1
-        reader = self._live.join(session.who, _address(request), topics)
+        reader = self._live.join(session.who, address_of(request), topics)
         try:
             await _begin(send)
             await self._write(request, send, reader)
@@ -341,20 +310,10 @@ def _call(table: dict[str, PageCall], name: str) -> PageCall:
     return table[name]
 
 
-def _onwards(wanted: str) -> str:
-    """Where to go after signing in: a path of this page, nothing of another site."""
-    plain = wanted.isprintable() and wanted.isascii() and "\\" not in wanted
-    return wanted if plain and wanted.startswith("/") and not wanted.startswith("//") else "/"
-
-
 def _whole(text: str, name: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII):
         raise ConfigError(f"{name}={printable(text, 20)!r} is no number of a round")
     return int(text)
-
-
-def _address(request: Request) -> str:
-    return request.client.host if request.client else "unknown"
 
 
 def _equal(shown: str, wanted: str) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
@@ -34,6 +34,7 @@ from roundtable.server.auth.audit import AccessNotes
 from roundtable.server.auth.message_flow import Context as Context
 from roundtable.server.auth.message_flow import PatientContext, careful, in_time
 from roundtable.server.auth.message_flow import Refusal as Refusal
+from roundtable.server.auth.oidc_sign_in import ProviderAnswer
 from roundtable.server.auth.permissions import CALLERS, PERMISSIONS, Permission, permission_of
 from roundtable.server.auth.principals import NOBODY, CertifiedCallers, Principal, credential_of
 from roundtable.server.auth.quotas import Quotas
@@ -163,13 +164,32 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         Refusal for one that does not hold, and for everybody who has shown too many of those.
         """
-        credential = credential_of(bearer)
-        check_lockout(self._lockouts, address, credential)
+        return await self._shown(credential_of(bearer), address, self._principals.of_bearer(bearer))
+
+    async def of_code(self, cookie: str, answer: ProviderAnswer, address: str) -> Principal:
+        """Who comes back from the identity provider; Refusal as for `of_bearer`, else as `ProviderSignIn`."""
+        return await self._shown(
+            credential_of(answer.code), address, self._principals.of_code(cookie, answer)
+        )
+
+    async def provider_address(self, cookie: str) -> str:
+        """Where the browser with this cookie signs in; raises as `CertifiedCallers.provider_address`."""
+        return await self._principals.provider_address(cookie)
+
+    @property
+    def has_provider_page(self) -> bool:
+        """Whether people sign in to the page at their identity provider."""
+        return self._principals.has_provider_page
+
+    async def _shown(self, credential: str, address: str, check: Coroutine[Any, Any, Principal]) -> Principal:
         try:
-            return await self._principals.of_bearer(bearer)
+            check_lockout(self._lockouts, address, credential)
+            return await check
         except WrongSecret as error:
             self._lockouts.wrong(address, credential)
             raise Refusal(grpc.StatusCode.UNAUTHENTICATED, str(error)) from error
+        finally:
+            check.close()
 
     def has_cut(self, task: asyncio.Task[Any] | None) -> bool:
         """Whether `cut` has cancelled a task, or what its caller has shown has ended; says so once."""

@@ -20,7 +20,8 @@ from roundtable.core.identity import certificates as x
 from roundtable.core.identity.credentials import CRL, identity_of
 from roundtable.core.identity.invitation import Secret, is_token
 from roundtable.core.identity.revocation import LARGEST, NOTHING, newer, parse_list
-from roundtable.server.auth.oidc import Provider
+from roundtable.server.auth.oidc import OidcTable, Provider
+from roundtable.server.auth.oidc_sign_in import ProviderAnswer, ProviderSignIn
 from roundtable.server.auth.permissions import Caller
 from roundtable.server.auth.rate_limit import WrongSecret
 from roundtable.server.store import Database
@@ -29,6 +30,7 @@ from roundtable.server.store import trust_rows as store
 log = logging.getLogger("roundtable.server.auth.principals")
 
 UNKNOWN_TOKEN = "this token is not known here"
+NO_PROVIDER = "nobody signs in here at an identity provider: [oidc] of the coordinator has no client"
 Source = Literal["certificate", "relay", "token", "oidc", "none"]
 
 
@@ -128,6 +130,19 @@ class CertifiedCallers:
         """The holder of a token; WrongSecret for one that is not valid, without saying why."""
         raise WrongSecret(f"{UNKNOWN_TOKEN}: show it to the coordinator")
 
+    @property
+    def has_provider_page(self) -> bool:
+        """Whether people sign in to the page at their identity provider."""
+        return False
+
+    async def provider_address(self, cookie: str) -> str:
+        """Where the browser with this cookie signs in; IdentityError where there is no provider for it."""
+        raise IdentityError(NO_PROVIDER)
+
+    async def of_code(self, cookie: str, answer: ProviderAnswer) -> Principal:
+        """Who comes back from the provider; raises as `ProviderSignIn.finish`."""
+        raise IdentityError(NO_PROVIDER)
+
 
 class Principals(CertifiedCallers):
     """Takes tokens too; what is revoked is kept in memory, read from the database and `crl.pem`."""
@@ -138,11 +153,14 @@ class Principals(CertifiedCallers):
         folder: Path,
         authority: bytes,
         clock: Callable[[], float],
-        provider: Provider | None = None,
+        oidc: OidcTable | None = None,
     ) -> None:
+        """ConfigError where `oidc` cannot be used here."""
         super().__init__(folder, authority, clock)
         self._database = database
-        self._provider = provider
+        self._oidc = oidc
+        self._provider = Provider(oidc) if oidc else None
+        self._page = ProviderSignIn(oidc, self._provider) if oidc and self._provider and oidc.client else None
 
     @override
     async def refresh(self) -> None:
@@ -164,6 +182,24 @@ class Principals(CertifiedCallers):
         if row is None or not secret.fits(row.digest) or row.revoked or row.expires <= self._clock():
             raise WrongSecret(f"{UNKNOWN_TOKEN}, has expired or was revoked; ask for a new one")
         return Principal(f"token:{row.name}", row.role, "token", row.expires)  # type: ignore[arg-type]
+
+    @property
+    @override
+    def has_provider_page(self) -> bool:
+        return self._page is not None
+
+    @override
+    async def provider_address(self, cookie: str) -> str:
+        if self._page is None:
+            return await super().provider_address(cookie)
+        return await asyncio.to_thread(self._page.address, cookie)
+
+    @override
+    async def of_code(self, cookie: str, answer: ProviderAnswer) -> Principal:
+        if self._page is None or self._oidc is None:
+            return await super().of_code(cookie, answer)
+        name, role = await asyncio.to_thread(self._page.finish, cookie, answer)
+        return Principal(f"oidc:{name}", role, "oidc", self._clock() + self._oidc.session)
 
 
 def credential_of(bearer: str) -> str:

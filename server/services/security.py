@@ -25,7 +25,6 @@ from roundtable.proto import administration_pb2_grpc
 from roundtable.server.auth.access import Access
 from roundtable.server.auth.audit import AuditLog
 from roundtable.server.auth.enrolment import Enrolment
-from roundtable.server.auth.oidc import Provider
 from roundtable.server.auth.page_sessions import PageSessions
 from roundtable.server.auth.principals import Principals
 from roundtable.server.auth.provenance import Provenance
@@ -66,8 +65,7 @@ class Security:
         self._credentials = credentials
         self._folder = Path(config.credentials)
         self.identity = _identity(self._folder)
-        provider = Provider(config.oidc) if config.oidc else None
-        self.principals = Principals(database, self._folder, credentials.ca, clock, provider)
+        self.principals = Principals(database, self._folder, credentials.ca, clock, config.oidc)
         self.audit = AuditLog(database, self.identity, load, clock)
         self._lockouts = Lockouts(time.monotonic)
         self.quotas = Quotas(config.quotas, time.monotonic, self._exceeded)

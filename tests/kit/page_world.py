@@ -66,9 +66,9 @@ class Browser:
             sent.update({name.replace("_", "-"): value for name, value in headers.items()})
             link.request(method, path, body or None, sent)
             answer = link.getresponse()
-            found = Answer(
-                answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
-            )
+            found = Answer(answer.status, {}, answer.read())
+            for name in {name.lower() for name, _ in answer.getheaders()}:
+                found.headers[name] = answer.getheader(name, "")
             link.close()
             return found
 
