@@ -31,7 +31,7 @@ from roundtable.server.jobs.job_inbox import JobInbox
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.job_tracking import JobTracking
 from roundtable.server.jobs.plain_rounds import PlainRounds
-from roundtable.server.jobs.privacy_budget import Account, budgets_of, check_all, worst_charges
+from roundtable.server.jobs.privacy_budget import Account, worst_charges
 from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.secagg.secure_rounds import SecureRounds
@@ -78,21 +78,16 @@ def parse_job(text: str) -> JobConfig:
     return job_from_json(text)
 
 
-def plan_of(
-    job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = (), whose: str = ""
-) -> Plan:
-    """The job's plan over a population of so many silos, which is called `whose`.
+def plan_of(job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = ()) -> Plan:
+    """The job's plan over a population of so many silos that bear what is `spent`.
 
-    Raises ConfigError for what a coordinator does not offer, BudgetExceeded where a budget does not hold one
-    round beside what is `spent`.
+    Raises ConfigError for what a coordinator does not offer.
     """
     slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
     plan = make_plan(job, population, slices, worst_charges(job.privacy, spent)).over(layout)
     check_down_layout(job, layout)
     check_kept_layout(job, layout)
     check_cohort_is_all(job, population)
-    if spent and (charge := plan.charge_of(1) or plan.silo_charge) is not None:
-        check_all(budgets_of(job.privacy, whose), spent, charge)
     return plan
 
 

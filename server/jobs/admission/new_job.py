@@ -11,9 +11,11 @@ from roundtable.core.errors import ConfigError, EncodingError, LayoutError
 from roundtable.core.observability.tracking import check_inside, check_trackers
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import CentralNoise, RoundEngine
+from roundtable.privacy import Budget
 from roundtable.server.jobs.admission.series import in_series
 from roundtable.server.jobs.job_driver import Submission, check_approved, layout_of, plan_of
 from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.jobs.privacy_budget import budgets_of, check_all
 from roundtable.server.operations.populations import check_counted
 from roundtable.server.store import ArtifactRow, JobRow
 from roundtable.server.store.agent_rows import all_clients
@@ -31,7 +33,8 @@ async def rows_of(
     """
     database, whose = services.database, services.populations.of(job)
     services.retention.keep.check_wanted(job)
-    check_counted(job, await database.read(lambda connection: budget_of(connection, whose)))
+    limit = await database.read(lambda connection: budget_of(connection, whose))
+    check_counted(job, limit)
     if not await database.read(lambda connection: is_readable(connection, submission.model)):
         # A job would hand somebody's update to all silos.
         digest = submission.model[:12]
@@ -39,9 +42,13 @@ async def rows_of(
     agents = await database.read(all_clients)
     population = max(1, sum(agent.offers(job.task.name) for agent in agents))
     spent: Sequence[Total] = ()
+    budgets = budgets_of(job.privacy, whose)
     if not isinstance(job.privacy, NoPrivacy):
         spent = await database.read(lambda connection: totals(connection, whose))
-    row, artifact = await asyncio.to_thread(_made, submission, job, population, spent, after, services)
+        budgets += [limit] if limit else []
+    row, artifact = await asyncio.to_thread(
+        _made, submission, job, population, spent, budgets, after, services
+    )
     return in_series(row, job, run, services.clock()), artifact
 
 
@@ -50,10 +57,14 @@ def _made(
     job: JobConfig,
     population: int,
     spent: Sequence[Total],
+    budgets: Sequence[Budget],
     after: Sequence[str],
     services: JobServices,
 ) -> tuple[JobRow, ArtifactRow]:
-    """Blocks: reads its model. `population`: how many silos there are for it; `spent`: what they bear."""
+    """Blocks: reads its model. `population`: how many silos there are for it; `spent`: what they bear.
+
+    BudgetExceeded where one of the budgets does not hold a round beside that: the job could make none.
+    """
     path = services.artifacts.path(submission.model)
     try:
         layout = layout_of(submission.model, services)
@@ -68,7 +79,9 @@ def _made(
         )
     check_inside(job.tracking)
     check_trackers(job.tracking)
-    plan = plan_of(job, layout, population, spent, services.populations.of(job))
+    plan = plan_of(job, layout, population, spent)
+    if (charge := plan.charge_of(1) or plan.silo_charge) is not None:
+        check_all(budgets, spent, charge)
     if plan.aggregation.takes("root_update") and not services.trusted.offers(job.task):
         raise ConfigError(
             f"aggregation.rule = {job.aggregation.rule!r} measures updates by training on trusted data, "

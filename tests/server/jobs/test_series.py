@@ -32,7 +32,7 @@ weighting = "uniform"
 level = "client_local"
 clip_norm = 1.0
 delta = 1e-5
-epsilon = 10.0
+noise_multiplier = 4.0
 [queue]
 repeat = "0 3 * * *"
 """
@@ -145,24 +145,33 @@ async def test_each_night_has_its_run_once_over_restarts_until_the_series_is_can
         assert not (await olga.stub.ListQueue(operator_pb2.ListQueueRequest())).jobs
 
 
-async def test_a_run_that_cannot_be_made_ends_the_series_and_says_why(
-    settings: Callable[..., ServerConfig], certificates: Path
+@pytest.mark.parametrize("whose", ["the job's", "the population's"])
+async def test_a_run_that_could_make_no_round_ends_the_series_and_says_why(
+    settings: Callable[..., ServerConfig], certificates: Path, whose: str
 ) -> None:
-    days = Days()
+    days, private = Days(), PRIVATE
+    if whose == "the job's":
+        private = PRIVATE.replace("[queue]", "epsilon = 2.5\n[queue]")
     async with (
         hub(settings(), days) as coordinator,
         Operator(coordinator.port, certificates / "olga") as olga,
         ScriptedAgent(coordinator.port, certificates / "alder") as alder,
     ):
-        # The first run spends all of the epsilon that the job states.
-        first = await olga.submit(PRIVATE, rounds=1)
+        if whose == "the population's":
+            limit = operator_pb2.PrivacyBudget(population="t", epsilon=2.5, delta=1e-5)
+            await olga.stub.SetPrivacyBudget(limit)
+        # The budget holds one round, which the first run makes.
+        first = await olga.submit(private, rounds=1)
         await night(coordinator, alder, olga, days, first.id)
         async with asyncio.timeout(20):
             while not (await olga.job(first.id)).incidents:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         (incident,) = (await olga.job(first.id)).incidents
-        assert incident.message.startswith("no run follows this one, and the series is over:")
+        assert incident.message.startswith("no run follows this one, and the series is over: the next round")
+        assert "above its budget of 2.5" in incident.message
         assert [job.name for job in await runs(olga, 1)] == ["t#1"]
+        with pytest.raises(grpc.aio.AioRpcError, match=r"above its budget of 2\.5"):
+            await olga.submit(private, rounds=1, request="r2")
 
 
 async def test_a_request_of_a_series_leaves_room_for_the_number(
