@@ -75,6 +75,7 @@ class RunPage:
             rounds_done=len(self._records),
             submitted=time.time(),
             submitter="you",
+            algorithm=job.algorithm.name,
         )
         self._phase = ""
         self._round = 0

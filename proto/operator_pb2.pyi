@@ -188,6 +188,7 @@ class Job(google.protobuf.message.Message):
     SUBMITTER_FIELD_NUMBER: builtins.int
     OWN_FIELD_NUMBER: builtins.int
     BEST_FIELD_NUMBER: builtins.int
+    ALGORITHM_FIELD_NUMBER: builtins.int
     id: builtins.str
     name: builtins.str
     status: builtins.str
@@ -202,6 +203,8 @@ class Job(google.protobuf.message.Message):
     submitter: builtins.str
     own: builtins.bool
     """Whether the caller submitted it, in the role in which it calls."""
+    algorithm: builtins.str
+    """The name of its [algorithm]; "analysis" for questions in the place of training."""
     @property
     def model(self) -> roundtable.proto.common_pb2.Artifact:
         """Newest committed model."""
@@ -225,9 +228,10 @@ class Job(google.protobuf.message.Message):
         submitter: builtins.str = ...,
         own: builtins.bool = ...,
         best: global___BestModel | None = ...,
+        algorithm: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["best", b"best", "model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["best", b"best", "id", b"id", "model", b"model", "name", b"name", "own", b"own", "reason", b"reason", "rounds", b"rounds", "rounds_done", b"rounds_done", "status", b"status", "submitted", b"submitted", "submitter", b"submitter", "updated", b"updated"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["algorithm", b"algorithm", "best", b"best", "id", b"id", "model", b"model", "name", b"name", "own", b"own", "reason", b"reason", "rounds", b"rounds", "rounds_done", b"rounds_done", "status", b"status", "submitted", b"submitted", "submitter", b"submitter", "updated", b"updated"]) -> None: ...
 
 global___Job = Job
 

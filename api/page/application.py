@@ -23,10 +23,11 @@ from roundtable.core.errors import ConfigError, IdentityError, ResourceError, Ro
 from roundtable.core.foreign_text import printable
 from roundtable.page.live import LiveTopics, topics_of
 from roundtable.page.page_calls import CHANGES, READS, PageCall
+from roundtable.page.shown_analyses import answers_in, bytes_of, check_answered
 from roundtable.page.shown_rounds import MOST_ROUNDS, NEWEST, rounds_of, silos_of
 from roundtable.page.sign_in import FILES, SignIn, address_of
 from roundtable.page.values import message_of, values_of
-from roundtable.proto import administration_pb2, operator_pb2
+from roundtable.proto import administration_pb2, common_pb2, operator_pb2
 from roundtable.server.auth.access import Refusal
 from roundtable.server.auth.page_sessions import PageSession, forgery_token
 from roundtable.server.auth.permissions import PERMISSIONS
@@ -66,7 +67,8 @@ class Application:
         self._streams: Counter[str] = Counter()
         self._closing = asyncio.Event()
         self._looked: dict[str, tuple[float, asyncio.Future[PageSession | None]]] = {}
-        pages = ("/", "/jobs", "/jobs/{job}", "/silos", "/privacy", "/audit", "/compare")
+        pages = ["/", "/jobs", "/jobs/{job}", "/silos", "/privacy", "/audit", "/compare"]
+        pages += ["/analyses", "/analyses/{job}"]
         self.app = Starlette(
             routes=[
                 *(Route(path, self._page) for path in pages),
@@ -77,6 +79,7 @@ class Application:
                 Route("/api/read/{name}", self._read),
                 Route("/api/job/{job}", self._job),
                 Route("/api/job/{job}/rounds", self._rounds),
+                Route("/api/analysis/{job}", self._analysis),
                 Route("/api/audit", self._audit),
                 Route("/api/change/{name}", self._change, methods=["POST"]),
                 Route("/api/live", _Stream(self._stream)),
@@ -165,6 +168,16 @@ class Application:
         detail = await self._behind.calls.call(session.who, address_of(request), "Operators/GetJob", wanted)
         assert isinstance(detail, operator_pb2.JobDetail)
         return detail
+
+    async def _analysis(self, request: Request) -> Response:
+        """The answers of an analysis that is finished, by the calls that `roundtable analyse --job` makes."""
+        session = await self._must_be(request)
+        detail = await self._detail(session, request, rounds=1)
+        check_answered(detail)
+        wanted = common_pb2.DownloadRequest(digest=detail.job.model.digest)
+        call, address = "Operators/GetArtifact", address_of(request)
+        model = await bytes_of(self._behind.calls.stream(session.who, address, call, wanted))
+        return JSONResponse(await asyncio.to_thread(answers_in, model, detail))
 
     async def _audit(self, request: Request) -> Response:
         """The newest entries of the audit log, with their seals, as the operators' call gives them."""

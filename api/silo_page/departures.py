@@ -14,13 +14,15 @@ from roundtable.client.sharing.line_sharing import SHARED
 from roundtable.core.errors import ResourceError
 
 _ENTRY = b'{"entry"'
+ANSWERS = "answers of an analysis"
 KINDS = {"sent": "update", METRICS_SENT: "figures", SHARED: "lines of the log", "report_sent": "report"}
 """What of the log's actions tells of something that leaves, and what that is called."""
 
 
 @dataclass
 class Departure:
-    """One thing that left: `what` is one of `KINDS`, `proof` what of the coordinator's receipts is here."""
+    """One thing that left: `what` is one of `KINDS`, or `ANSWERS` for what an analysis sends as an update;
+    `proof` what of the coordinator's receipts is here."""
 
     sequence: int
     time: float
@@ -48,6 +50,8 @@ class Departures:
         self.heard = 0.0
         """When the coordinator last asked for something or acknowledged something; Unix time."""
         self._waiting: dict[tuple[Any, ...], Departure] = {}
+        self._asked: dict[tuple[str, int], str] = {}
+        """What an analysis asked, by job and round."""
 
     def read(self) -> None:
         """Goes on to the log's end. ResourceError for a log that cannot be read."""
@@ -82,6 +86,7 @@ class Departures:
                 {
                     "job": one.job,
                     "updates": 0,
+                    "answers": 0,
                     "bytes": 0,
                     "unproven": 0,
                     "figures": 0,
@@ -92,8 +97,8 @@ class Departures:
             row["last"] = one.time
             row["bytes"] += one.bytes or 0
             match one.what:
-                case "update":
-                    row["updates"] += 1
+                case "update" | "answers of an analysis":
+                    row["updates" if one.what == "update" else "answers"] += 1
                     row["unproven"] += not one.proof
                 case "figures":
                     row["figures"] += 1
@@ -120,6 +125,9 @@ class Departures:
         if action in ("receipt", "held"):
             self._prove(action, detail)
             return
+        if action == "answered":
+            self._asked[str(entry["object"]), detail["round"]] = _questions(detail)
+            return
         what = KINDS.get(action)
         if what is None:
             return
@@ -128,6 +136,8 @@ class Departures:
         if action == "sent":
             made.bytes, made.digest = detail.get("size"), str(detail["update"])
             made.figures = _figures(detail)
+            if asked := self._asked.get((made.job, detail["round"]), ""):
+                made.what, made.figures = ANSWERS, asked
             self._waiting[_key(detail)] = made
         elif action == METRICS_SENT:
             made.figures = _figures(detail)
@@ -155,6 +165,22 @@ class Departures:
 
 def _key(detail: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(detail[name] for name in ("job", "round", "attempt", "update"))
+
+
+def _questions(detail: Mapping[str, Any]) -> str:
+    """What was asked of which table, each question with the columns and values that it names."""
+    told = []
+    for question in detail["questions"]:
+        rest = {name: value for name, value in question.items() if name not in ("ask", "title")}
+        parts = (f"{name} {_listed(value)}" for name, value in rest.items() if value not in ([], {}, ""))
+        said = ", ".join(parts)
+        told.append(f"{question['ask']}: {said}" if said else str(question["ask"]))
+    masked = "masked" if detail["masked"] else "not masked"
+    return f"{masked} sums over {detail['table']}: {'; '.join(told)}"
+
+
+def _listed(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _figures(detail: Mapping[str, Any]) -> str:

@@ -257,7 +257,9 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         "client": Tells.COHORT,
     },
     "Job": {
-        **_of(Tells.PUBLIC, "id name status reason rounds_done rounds submitted updated submitter own"),
+        **_of(
+            Tells.PUBLIC, "id name status reason rounds_done rounds submitted updated submitter own algorithm"
+        ),
         "model": Tells.NOISY,
         "best": Tells.EVALUATION,
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 from roundtable.core.observability.link_estimate import UNKNOWN_LINK, LinkEstimate
 from roundtable.engine import ClientView
@@ -100,7 +101,14 @@ def job_to(row: JobRow, size: int, best_size: int, own: bool) -> operator_pb2.Jo
         updated=row.updated,
         submitter=row.submitter,
         own=own,
+        algorithm=_algorithm_in(row.config),
     )
+
+
+@lru_cache(maxsize=4096)
+def _algorithm_in(config: str) -> str:
+    """The name of a stored job's algorithm; the list of jobs is asked for every second."""
+    return str(json.loads(config).get("algorithm", {}).get("name", ""))
 
 
 def event_to(event: EventRow) -> common_pb2.Event:

@@ -3,56 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accessible import accessible
-from page_world import PageWorld, page_world
-from playwright.async_api import Page, async_playwright, expect
+from page_world import page_world
+from playwright.async_api import expect
+from real_browser import BROWSER, opened
 from scripted_agent import ScriptedAgent
 from service import Operator
 
 from roundtable.server import ServerConfig
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-PATIENCE = 60_000.0
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason="no browser here: install chromium"),
     pytest.mark.timeout(600),
 ]
-
-
-@asynccontextmanager
-async def opened(world: PageWorld, token: str, path: str = "/", **device: Any) -> AsyncIterator[Page]:
-    """The page after signing in. Any error of the browser, and any request elsewhere, fails the test."""
-    wrong: list[str] = []
-    origin = f"https://localhost:{world.dashboard.port}"
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(
-            executable_path=BROWSER, args=["--no-sandbox", "--ignore-certificate-errors"]
-        )
-        context = await browser.new_context(**device)
-        context.set_default_timeout(PATIENCE)
-        page = await context.new_page()
-        page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
-        page.on("dialog", lambda dialog: wrong.append(f"a script has run: {dialog.message}"))
-        page.on("request", lambda sent: wrong.append(sent.url) if not sent.url.startswith(origin) else None)
-        await page.goto(f"{origin}{path}")
-        await page.get_by_label("Token").fill(token)
-        await page.get_by_role("button", name="Sign in").click()
-        await page.get_by_role("status").filter(has_text="live").first.wait_for()
-        yield page
-        await browser.close()
-    # The answer to a session that is over is an error in the console, and meant to be.
-    assert [text for text in wrong if "401" not in text and "ERR_" not in text and "blob:" not in text] == []
 
 
 async def test_a_job_is_followed_paused_and_resumed_in_the_browser(
@@ -114,7 +84,7 @@ async def test_every_page_of_a_viewer_on_a_small_screen_and_after_a_restart(
         await operator.submit("[cohort]\nsize = 1", request="two")
         async with opened(world, world.tokens["viewer"], "/jobs", **small) as page:
             await page.get_by_role("link", name=first.name, exact=True).first.wait_for()
-            for name in ("Overview", "Jobs", "Silos", "Privacy", "Compare", "Audit"):
+            for name in ("Overview", "Jobs", "Analyses", "Silos", "Privacy", "Compare", "Audit"):
                 await page.get_by_role("navigation").get_by_role("link", name=name).click()
                 await page.get_by_role("heading", level=1).wait_for()
                 spare = "document.documentElement.clientWidth - document.documentElement.scrollWidth"

@@ -275,6 +275,9 @@ def test_what_left_is_the_same_however_often_it_is_read(tmp_path: Path) -> None:
         "size": 100,
         "metrics": {"loss": ["nan", 2]},
     }
+    questions = [{"ask": "describe", "columns": ["age", "chol"], "by": "ill"}, {"ask": "count"}]
+    asked = {"table": "heart", "questions": questions, "least_count": 5, "masked": True}
+    answer = {"job": "a", "update": "u3"}
     steps = [
         ("alder", "sent", "j", {**sent, "examples": 3, "metrics": {"loss": ["nan", 2]}}),
         ("coordinator", "receipt", "j", {**sent, "status": "accepted", "signed": True}),
@@ -283,6 +286,14 @@ def test_what_left_is_the_same_however_often_it_is_read(tmp_path: Path) -> None:
         ("alder", "log_shared", "j", {"lines": [{"text": "öh"}]}),
         ("alder", "sent", "k", {**sent, "job": "k", "update": "u2"}),
         ("maria", "report_sent", "r", {"report": "d", "bytes": 7}),
+        ("alder", "answered", "a", {"round": 1, "sums": "u3", **asked}),
+        ("alder", "sent", "a", {**sent, **answer}),
+        (
+            "coordinator",
+            "receipt",
+            "a",
+            {**sent, "job": "a", "update": "u3", "status": "accepted", "signed": True},
+        ),
     ]
     for actor, action, target, detail in steps:
         log.note(actor, action, target, **detail)
@@ -300,7 +311,11 @@ def test_what_left_is_the_same_however_often_it_is_read(tmp_path: Path) -> None:
         ("lines of the log", 3, ""),
         ("update", 100, ""),
         ("report", 7, ""),
+        ("answers of an analysis", 100, "accepted"),
     ]
+    (told,) = [row for row in seen.totals() if row["job"] == "a"]
+    assert (told["answers"], told["updates"], told["unproven"]) == (1, 0, 0)
+    assert seen.all[-1].figures == "masked sums over heart: describe: by ill, columns age chol; count"
     assert [one["sequence"] for one in seen.newest(7, 2)] == [6, 5]
     assert seen.all[0].figures == "3 examples, loss nan"
 

@@ -6,6 +6,7 @@ import { begin, post, session, signIn } from "/static/session.js";
 import { overview } from "/static/overview.js";
 import { jobs } from "/static/jobs.js";
 import { job } from "/static/job.js";
+import { analyses, analysis } from "/static/analyses.js";
 import { silos } from "/static/silos.js";
 import { privacy } from "/static/privacy.js";
 import { audit } from "/static/audit.js";
@@ -21,6 +22,8 @@ const routes = [
   [/^\/$/, overview],
   [/^\/jobs$/, jobs],
   [/^\/jobs\/([^/]+)$/, job],
+  [/^\/analyses$/, analyses],
+  [/^\/analyses\/([^/]+)$/, analysis],
   [/^\/silos$/, silos],
   [/^\/privacy$/, privacy],
   [/^\/audit$/, audit],

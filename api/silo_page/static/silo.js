@@ -222,6 +222,7 @@ function left() {
     [
       { title: "Job", cell: (row) => jobLink({ id: row.job, name: told.jobs.find((/** @type {any} */ each) => each.id === row.job)?.name }) },
       { title: "Updates", number: true, cell: (row) => number(row.updates) },
+      { title: "Answers of analyses", number: true, cell: (row) => number(row.answers) },
       { title: "Without a receipt", number: true, cell: (row) => number(row.unproven) },
       { title: "Bytes", number: true, cell: (row) => bytes(row.bytes) },
       { title: "Figures of evaluations", number: true, cell: (row) => number(row.figures) },
@@ -242,7 +243,7 @@ function left() {
       { title: "Round", number: true, cell: (row) => (row.round === null ? "" : `${row.round}${row.attempt > 1 ? `, attempt ${row.attempt}` : ""}`) },
       { title: "Bytes", number: true, cell: (row) => (row.bytes === null ? "" : number(row.bytes)) },
       { title: "With it", cell: (row) => row.figures },
-      { title: "Receipt", cell: (row) => (row.what === "update" ? row.proof || "none yet" : "") },
+      { title: "Receipt", cell: (row) => (["update", "answers of an analysis"].includes(row.what) ? row.proof || "none yet" : "") },
       { title: "BLAKE3", cell: (row) => h("code", { title: row.digest }, row.digest.slice(0, 12)) },
     ],
     "Nothing has left yet.",
@@ -273,7 +274,7 @@ function left() {
   };
   const update = async () => {
     totals.show(told.totals.map((/** @type {any} */ row) => [row.job, row]));
-    const counted = told.totals.reduce((/** @type {number} */ sum, /** @type {any} */ row) => sum + row.updates + row.figures + row.lines + row.reports - row.unproven / 1e6, 0);
+    const counted = told.totals.reduce((/** @type {number} */ sum, /** @type {any} */ row) => sum + row.updates + row.answers + row.figures + row.lines + row.reports - row.unproven / 1e6, 0);
     if (counted === seen) return;
     seen = counted;
     const { values } = await call("/api/left");

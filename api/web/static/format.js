@@ -17,7 +17,8 @@ export function timeOfDay(seconds) {
 
 /** @param {number | null | undefined} value */
 export function number(value) {
-  return value === null || value === undefined || Number.isNaN(value) ? "–" : figures.format(value);
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  return value !== 0 && Math.abs(value) < 1e-4 ? value.toExponential(2) : figures.format(value);
 }
 
 /** @param {number | string | null | undefined} value */

@@ -1,0 +1,118 @@
+// @ts-check
+// Pictures of answers, drawn as SVG: histograms, survival curves with their bands, estimates with their intervals.
+import { COLOURS } from "/static/charts.js";
+import { h } from "/static/dom.js";
+import { number } from "/static/format.js";
+
+const WIDE = 560;
+const HIGH = 240;
+const LEFT = 56;
+const BELOW = 36;
+const DASHES = ["", "7 3", "2 3", "10 3 2 3"];
+
+/** @param {string} tag @param {Record<string, any>} props @param {...any} children */
+function svg(tag, props, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(props)) made.setAttribute(name, String(value));
+  for (const child of children.flat(2)) if (child !== null) made.append(child);
+  return made;
+}
+
+/** @param {number} low @param {number} high */
+function scale(low, high, /** @type {number} */ from, /** @type {number} */ to) {
+  const span = high - low || 1;
+  return (/** @type {number} */ value) => from + ((value - low) / span) * (to - from);
+}
+
+/** Round numbers between two, about five. @param {number} low @param {number} high */
+export function ticksOf(low, high) {
+  const rough = (high - low || 1) / 5;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough) ?? rough;
+  const found = [];
+  for (let at = Math.ceil(low / step); at * step <= high + step * 1e-9; at += 1) found.push(at * step);
+  return found;
+}
+
+/**
+ * A picture of what an answer's values hold; null where they are none that is drawn.
+ * @param {any} answer
+ */
+export function figureOf(answer) {
+  const { values } = answer;
+  if (values.edges && values.counts) return histogram(answer);
+  if (values.curves) return survival(answer);
+  if (values.terms && values.intervals) return estimates(answer);
+  return null;
+}
+
+/** @param {string} title @param {Node[]} drawn @param {[string, string][]} legend label and look @param {number} [high] */
+function figure(title, drawn, legend, high = HIGH) {
+  return h("figure", { class: "chart" },
+    svg("svg", { viewBox: `0 0 ${WIDE} ${high}`, role: "img", "aria-label": `${title}; the table beside it holds the numbers`, class: "drawn" }, drawn),
+    legend.length > 1 ? h("figcaption", { class: "words" }, legend.map(([label], at) => [svg("svg", { viewBox: "0 0 24 8", class: "key", "aria-hidden": "true" }, svg("path", { d: "M0 4H24", ...look(at) })), ` ${label}  `])) : null);
+}
+
+/** @param {number} at */
+function look(at) {
+  return { stroke: COLOURS[at % COLOURS.length], "stroke-width": 2, fill: "none", "stroke-dasharray": DASHES[Math.floor(at / COLOURS.length) % DASHES.length] };
+}
+
+/** @param {(value: number) => number} x @param {(value: number) => number} y @param {number[]} across @param {number[]} up @param {string} name @param {number} high */
+function axes(x, y, across, up, name, high) {
+  return [
+    ...across.map((value) => svg("text", { x: x(value), y: high - BELOW + 16, "text-anchor": "middle" }, number(value))),
+    ...up.flatMap((value) => [svg("path", { d: `M${LEFT} ${y(value)}H${WIDE - 8}`, class: "grid" }), svg("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, number(value))]),
+    svg("text", { x: (LEFT + WIDE) / 2, y: high - 4, "text-anchor": "middle" }, name),
+  ];
+}
+
+/** @param {any} answer */
+function histogram(answer) {
+  const { edges, counts } = answer.values;
+  const groups = Object.entries(counts);
+  const most = Math.max(1, ...groups.flatMap(([, each]) => each.map((/** @type {any} */ count) => count ?? 0)));
+  const x = scale(edges[0], edges.at(-1), LEFT, WIDE - 12);
+  const y = scale(0, most, HIGH - BELOW, 10);
+  const bars = groups.map(([, each], at) => svg("path", { ...look(at), d: each.map((/** @type {any} */ count, /** @type {number} */ bin) => (count === null ? "" : `M${x(edges[bin])} ${y(0)}V${y(count)}H${x(edges[bin + 1])}V${y(0)}`)).join("") }));
+  return figure(answer.title, [...axes(x, y, ticksOf(edges[0], edges.at(-1)), ticksOf(0, most), String(answer.header[0]).replace(/ from$/, ""), HIGH), ...bars], groups.map(([label]) => [label, ""]));
+}
+
+/** @param {any} answer */
+function survival(answer) {
+  const groups = /** @type {[string, any][]} */ (Object.entries(answer.values.curves));
+  const last = Math.max(1e-9, ...groups.flatMap(([, curve]) => curve.times));
+  const x = scale(0, last, LEFT, WIDE - 12);
+  const y = scale(0, 1, HIGH - BELOW, 10);
+  const steps = (/** @type {number[]} */ times, /** @type {(number | null)[]} */ values) => {
+    let path = `M${x(0)} ${y(1)}`;
+    times.forEach((time, at) => {
+      path += `H${x(time)}`;
+      const value = values[at];
+      if (value !== null && value !== undefined) path += `V${y(value)}`;
+    });
+    return path;
+  };
+  const drawn = groups.flatMap(([, curve], at) => [
+    ...["lower", "upper"].map((key) => svg("path", { ...look(at), d: steps(curve.times, curve[key]), "stroke-width": 0.7, opacity: 0.7 })),
+    svg("path", { ...look(at), d: steps(curve.times, curve.survival) }),
+  ]);
+  return figure(answer.title, [...axes(x, y, ticksOf(0, last), [0, 0.25, 0.5, 0.75, 1], "time; share without the event, with its 95 % band", HIGH), ...drawn], groups.map(([label]) => [label, ""]));
+}
+
+/** @param {any} answer */
+function estimates(answer) {
+  const { terms, coefficients, intervals } = answer.values;
+  const shown = terms.map((/** @type {string} */ term, /** @type {number} */ at) => ({ term, value: coefficients[at], span: intervals[at] })).filter((/** @type {any} */ each) => each.term !== "intercept" && each.value !== null && each.span?.every((/** @type {any} */ end) => end !== null));
+  if (!shown.length) return null;
+  const high = BELOW + 20 + 24 * shown.length;
+  const left = 160;
+  const ends = [0, ...shown.flatMap((/** @type {any} */ each) => each.span)];
+  const x = scale(Math.min(...ends), Math.max(...ends), left, WIDE - 20);
+  const drawn = shown.flatMap((/** @type {any} */ each, /** @type {number} */ at) => {
+    const y = 20 + 24 * at;
+    return [svg("text", { x: left - 10, y: y + 4, "text-anchor": "end" }, each.term), svg("path", { ...look(0), d: `M${x(each.span[0])} ${y}H${x(each.span[1])}` }), svg("circle", { cx: x(each.value), cy: y, r: 4, fill: COLOURS[0] })];
+  });
+  const across = ticksOf(Math.min(...ends), Math.max(...ends)).map((value) => svg("text", { x: x(value), y: high - BELOW + 16, "text-anchor": "middle" }, number(value)));
+  return figure(answer.title, [svg("path", { d: `M${x(0)} 8V${high - BELOW}`, class: "grid zero" }), ...across, svg("text", { x: (left + WIDE) / 2, y: high - 4, "text-anchor": "middle" }, "coefficient, 95 % interval"), ...drawn], [], high);
+}
