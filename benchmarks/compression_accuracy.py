@@ -83,6 +83,8 @@ OTHERS = (
     Contestant("topk(ratio=0.1)", FEEDBACK),
     Contestant("randomk(ratio=0.1)"),
     Contestant("randomk(ratio=0.1, scaled=false)", FEEDBACK),
+    Contestant("lowrank(rank=4)", FEEDBACK),
+    Contestant("multilevel(small=64, large=1024)", FEEDBACK),
     Contestant("int4", SIMPLE, "int4"),
     Contestant(TOP5, FEEDBACK, "int4"),
 )
@@ -233,7 +235,7 @@ class Course:
         result = simulate(job, self.task() if self.task else None, folder=self.folder)
         accuracy = [float(value) for value in result.history["accuracy"] if value is not None]
         update = result.model.vector
-        encoding = get_encoding(contestant.up)
+        encoding = get_encoding(contestant.up).over(result.model.layout.sent)
         travelled = encoding.encoded_size(len(update)) or sum(
             len(block) for block in encoding.encode(torch.randn(len(update)))
         )

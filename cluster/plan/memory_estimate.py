@@ -203,18 +203,17 @@ def estimate_rank(
     if strategy.local_steps:
         # The weights at the last meeting, and the outer optimizer's momentum.
         optimizer += gradients * (2 if strategy.outer_momentum else 1)
-    travel, waiting = strategy.travel, 0.0
-    if travel.keeps:
-        # What was not sent yet, which the next step's gradients are added to; encoding is the CPU's work.
-        here_too = travel.kind == "powersgd" or probe.gloo
-        optimizer, waiting = (optimizer + gradients, 0.0) if here_too else (optimizer, gradients)
+    if strategy.travel.keeps:
+        # What was not sent yet, which the next step's gradients are added to.
+        optimizer += gradients
     temporaries = gradients * probe.optimizer_temporaries / share
     half = strategy.half is not None and shards_weights(strategy)
     traced = probe.half if half and probe.half is not None else probe.trace
     run = run_of(probe, traced, strategy, accumulated, units, rank)
+    waiting = 0.0
     if strategy.offload_activations:
         # One block's are on their way to the host or back.
-        run, waiting = replace(run, kept=run.first), waiting + run.kept
+        run, waiting = replace(run, kept=run.first), run.kept
     groups = _groups(probe, strategy, here)
     buffers = buffers_of(strategy, groups, after, shards, probe.gloo)
     fixed = held + anatomy.buffer_bytes + optimizer

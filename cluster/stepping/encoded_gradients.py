@@ -27,7 +27,7 @@ class EncodedGradients(GradientHook):
     """All ranks' encoded gradients, gathered, decoded and averaged; the same bits on all.
 
     With error feedback, where the encoding asks for it: a = g + e is encoded and e ← a − C(a) (Seide et al.
-    2014). Encoding is the CPU's work: on GPUs gradients come to it, and e stays in its memory.
+    2014). Gradients are encoded and decoded where they are, and e stays there: only bytes leave a GPU.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class EncodedGradients(GradientHook):
     @override
     def reset(self) -> None:
         if self._encoding.traits.feedback:
-            self._left = {each: torch.zeros(each.shape) for each in self.names}
+            self._left = {each: torch.zeros(each.shape, device=each.device) for each in self.names}
 
     @override
     def state(self, place: int) -> Iterator[tuple[str, Tensor]]:
@@ -59,7 +59,8 @@ class EncodedGradients(GradientHook):
             return
         sources = [HeldBytes(message) for message in messages if message is not None]
         for parameter, gradient in pieces:
-            mean, one = torch.zeros(gradient.numel()), torch.empty(gradient.numel())
+            mean = torch.zeros(gradient.numel(), device=device)
+            one = torch.empty_like(mean)
             for place, source in enumerate(sources):
                 self._encoding.reader(source, len(one), self._key(parameter, place)).read(one)
                 mean += one
@@ -69,7 +70,7 @@ class EncodedGradients(GradientHook):
 
     def _written(self, pieces: Pieces) -> bytes | None:
         """This rank's gradients; None where one is not finite, and all are forgotten."""
-        own = [gradient.detach().to("cpu", torch.float32) for _, gradient in pieces]
+        own = [gradient.detach().to(torch.float32) for _, gradient in pieces]
         if not all(bool(torch.isfinite(gradient).all()) for gradient in own):
             return None
         parts: list[bytes | memoryview] = []
@@ -141,7 +142,7 @@ class EncodedScatter:
         """The mean, or the sum, over ranks of this rank's piece; pieces are of one size."""
         size, place = dist.get_world_size(group), dist.get_rank(group)
         self._calls += 1
-        own = input_tensor.detach().to("cpu", torch.float32).view(size, -1)
+        own = input_tensor.detach().to(torch.float32).view(size, -1)
         length = self._encoding.size_bound(own.shape[1])
         sent = np.zeros((size, 1 + length), dtype=np.uint8)
         for there in range(size):
@@ -156,7 +157,7 @@ class EncodedScatter:
         taken = torch.empty_like(given)
         dist.all_to_all_single(taken, given, group=group)
         rows = taken.cpu().numpy()
-        total, one = torch.zeros(own.shape[1]), torch.empty(own.shape[1])
+        total, one = own.new_zeros(own.shape[1]), own.new_empty(own.shape[1])
         for there in range(size):
             if not rows[there, 0]:
                 total.fill_(math.nan)

@@ -60,7 +60,7 @@ class BlockCodec(Codec):
     @override
     def decode(self, data: memoryview, out: Tensor) -> None:
         kernels = compiled.load()
-        if kernels is None or not len(out):
+        if kernels is None or out.device.type != "cpu" or not len(out):
             read_blocks(data, out, self.unit, self.block_size, self.from_rows)
             return
         name, arguments = f"decode_{self.kernel}", self.decoding_arguments()

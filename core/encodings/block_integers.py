@@ -14,6 +14,7 @@ from roundtable.core.encodings.block_codec import BlockCodec
 from roundtable.core.encodings.block_tables import FLAWS, BlockTable
 from roundtable.core.encodings.encoding import Traits
 from roundtable.core.encodings.torch_blocks import (
+    divided,
     inverse_of,
     kept_scales,
     norms,
@@ -77,7 +78,7 @@ class BlockIntegers(BlockCodec):
 
     def scale_of(self, block: Tensor) -> Tensor:
         """Of each block, before it is rounded."""
-        return block.abs().amax(1) / self.levels
+        return divided(block.abs().amax(1), self.levels)
 
     @override
     def block_size(self, count: int) -> int:
@@ -144,4 +145,4 @@ class Qsgd(BlockIntegers):
 
     @override
     def scale_of(self, block: Tensor) -> Tensor:
-        return norms(block) / self.levels
+        return divided(norms(block), self.levels)

@@ -22,6 +22,7 @@ from roundtable.core.encodings.encoding import (
     VectorReader,
     check_vector,
 )
+from roundtable.core.encodings.torch_blocks import piece_on
 
 _AT_A_TIME = 32 * GRID
 
@@ -72,8 +73,9 @@ class CodecEncoding(Encoding):
         self, vector: Tensor, key: StreamKey = NO_KEY, memory: Memory | None = None
     ) -> Iterator[memoryview]:
         values, own = check_vector(vector), key.own
-        for first in range(0, len(values), BLOCK_ELEMENTS):
-            yield self.codec.encode(values[first : first + BLOCK_ELEMENTS], first, own).data
+        piece = piece_on(values.device, BLOCK_ELEMENTS)
+        for first in range(0, len(values), piece):
+            yield self.codec.encode(values[first : first + piece], first, own).data
 
     @override
     def reader(self, source: ByteSource, elements: int, key: StreamKey = NO_KEY) -> VectorReader:
@@ -88,6 +90,7 @@ class CodecReader:
         self._source = source
 
     def read(self, out: Tensor) -> None:
-        for first in range(0, len(out), _AT_A_TIME):
-            part = out[first : first + _AT_A_TIME]
+        piece = piece_on(out.device, _AT_A_TIME)
+        for first in range(0, len(out), piece):
+            part = out[first : first + piece]
             self._codec.decode(self._source.read(self._codec.size(len(part))), part)

@@ -48,13 +48,13 @@ class Dense(Codec):
             value = values[bad].item()
             large = f"is too large for {self._dtype}" if np.isfinite(value) else "is not finite"
             raise EncodingError(f"value {first + bad} of the update, {value}, {large}")
-        return rounded.view(torch.uint8).numpy()
+        return rounded.view(torch.uint8).cpu().numpy()
 
     @override
     def decode(self, data: memoryview, out: Tensor) -> None:
         if not len(out):
             return
-        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self._dtype)
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(out.device).view(self._dtype)
         if (bad := _first_bad(raw)) is not None:
             raise EncodingError(f"element {bad} of a block is NaN or infinite")
         out.copy_(raw)

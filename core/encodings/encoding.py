@@ -105,7 +105,7 @@ class VectorReader(Protocol):
     """Decodes an update in order, a few values at a time, and refuses what is none."""
 
     def read(self, out: Tensor) -> None:
-        """Decodes the next values into `out`, contiguous CPU float32: a multiple of GRID, or the rest."""
+        """Decodes the next values into `out`, contiguous float32: a multiple of GRID, or the rest."""
 
 
 class Encoding(ABC):
@@ -136,10 +136,11 @@ class Encoding(ABC):
     def encode(
         self, vector: Tensor, key: StreamKey = NO_KEY, memory: Memory | None = None
     ) -> Iterator[memoryview]:
-        """The bytes of a float32 CPU vector, in blocks; each is valid until the next.
+        """The bytes of a float32 vector, in blocks; each is valid until the next.
 
-        `memory` is what this encoding keeps at the client, changed in place. Raises EncodingError for
-        values that are not finite, or too large for it.
+        Those of ours encode a vector on a GPU there, to the same bytes (but for `lowrank`, whose products
+        round otherwise), and only bytes come to the CPU. `memory` is what this encoding keeps at the client,
+        changed in place. Raises EncodingError for values that are not finite, or too large for it.
         """
 
     @abstractmethod

@@ -107,17 +107,21 @@ class SparseReader:
         self._values: np.ndarray = np.empty(0, dtype=np.float32)
 
     def read(self, out: Tensor) -> None:
+        out.zero_()
         # NumPy and not torch, which shares even small operations out over threads.
-        values = out.numpy()
-        values.fill(0.0)
+        here = out.numpy() if out.device.type == "cpu" else None
         start = 0
-        while start < len(values):
+        while start < len(out):
             base = self._at % FRAME
             if base == 0:
                 self._frame()
-            part = values[start : start + FRAME - base]
+            part = out[start : start + FRAME - base]
             low, high = np.searchsorted(self._places, (base, base + len(part)))
-            part[self._places[low:high] - base] = self._values[low:high]
+            places, values = self._places[low:high] - base, self._values[low:high]
+            if here is not None:
+                here[start + places] = values
+            else:
+                part[torch.from_numpy(places).to(out.device)] = torch.from_numpy(values).to(out.device)
             self._at += len(part)
             start += len(part)
 
@@ -276,7 +280,7 @@ def _lengthening(part: Tensor, choice: Largest) -> float:
 
 
 def _energy(values: Tensor) -> float:
-    return float(np.square(values.numpy(), dtype=np.float64).sum())
+    return float(np.square(values.cpu().numpy(), dtype=np.float64).sum())
 
 
 class RandomK(Encoding):
@@ -335,7 +339,8 @@ class RandomK(Encoding):
             if not all(bool(torch.isfinite(end)) for end in torch.aminmax(frame)):
                 raise refusal(first, len(frame))
             places = self._places(first, len(frame), key)
-            yield self.codec.encode(frame[torch.from_numpy(places)], first, own).data
+            taken = frame[torch.from_numpy(places).to(frame.device)]
+            yield self.codec.encode(taken, first, own).data
 
     @override
     def reader(self, source: ByteSource, elements: int, key: StreamKey = NO_KEY) -> VectorReader:

@@ -13,6 +13,7 @@ from roundtable.core.encodings.block_codec import BlockCodec
 from roundtable.core.encodings.block_tables import FLAWS, BlockTable
 from roundtable.core.encodings.encoding import Traits
 from roundtable.core.encodings.torch_blocks import (
+    divided,
     inverse_of,
     kept_scales,
     pack,
@@ -92,7 +93,7 @@ class Table4(BlockCodec):
 
     @override
     def to_rows(self, block: Tensor, at: int, key: int) -> Tensor:
-        scales = kept_scales(block.abs().amax(1) / float(self.peak[0]), self.wide, float(self.peak[0]))
+        scales = kept_scales(divided(block.abs().amax(1), self.peak[0]), self.wide, float(self.peak[0]))
         codes = self.codes(block * inverse_of(scales))
         return torch.cat((scale_bytes(scales, self.wide), pack(codes, 4)), 1)
 
@@ -111,11 +112,11 @@ class Table4(BlockCodec):
         if size % 2 and bool((packed[:, -1] >> 4).any()):
             raise EncodingError(FLAWS[3])
         # One table for both halves of a byte, straight to where values go: faster than to take codes apart.
-        places = torch.empty(len(raw), 2, packed.shape[1], dtype=torch.int32)
+        places = torch.empty(len(raw), 2, packed.shape[1], dtype=torch.int32, device=raw.device)
         places[:, 0] = packed
         torch.add(places[:, 0], 256, out=places[:, 1])
-        values = out if size % 2 == 0 else torch.empty(len(raw), 2 * packed.shape[1])
-        torch.index_select(self._of_byte, 0, places.view(-1), out=values.view(-1))
+        values = out if size % 2 == 0 else raw.new_empty(len(raw), 2 * packed.shape[1], dtype=torch.float32)
+        torch.index_select(self._of_byte.to(raw.device), 0, places.view(-1), out=values.view(-1))
         if self.magnitudes and math.isnan(float(values.sum())):
             raise EncodingError(FLAWS[2])
         torch.mul(values[:, :size], scales, out=out)

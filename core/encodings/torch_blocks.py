@@ -1,6 +1,7 @@
 """Blocks in torch: what the kernels do, with the same bits, for machines without a compiler and for GPUs.
 
-In pieces that stay in the cache between one operation and the next.
+On a CPU in pieces that stay in the cache between one operation and the next; on a GPU in long ones, which
+keep it at work, and only the bytes leave it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from roundtable.core.errors import EncodingError
 
 PIECE, READ_PIECE = 1 << 16, 1 << 18
 """Values that are written, and read, at a time: reading keeps less beside them."""
+DEVICE_PIECE = 1 << 24
+"""Values that are written and read at a time on another device than the CPU."""
 LARGEST = 3.4e38
 """Safely below what is infinite in float32."""
 
@@ -26,10 +29,15 @@ FromRows = Callable[[Tensor, Tensor], None]
 """Decodes bytes [blocks, size of a block] into values [blocks, size]."""
 
 
+def piece_on(device: torch.device, piece: int) -> int:
+    """Values at a time on a device: `piece` on a CPU."""
+    return piece if device.type == "cpu" else DEVICE_PIECE
+
+
 def write_blocks(values: Tensor, first: int, unit: int, to_rows: ToRows) -> np.ndarray:
     """The bytes of blocks of `unit` values and of a shorter last one."""
     parts = []
-    for start, block in _grids(values, unit, PIECE):
+    for start, block in _grids(values, unit, piece_on(values.device, PIECE)):
         if not all(bool(torch.isfinite(end)) for end in torch.aminmax(block)):
             raise refusal(first + start, block.numel())
         parts.append(to_rows(block, first + start).reshape(-1).cpu().numpy())
@@ -39,10 +47,10 @@ def write_blocks(values: Tensor, first: int, unit: int, to_rows: ToRows) -> np.n
 def read_blocks(data: memoryview, out: Tensor, unit: int, size: Callable[[int], int], rows: FromRows) -> None:
     """Decodes such bytes, of which a block of n values has `size(n)`; EncodingError for what is none."""
     at = 0
-    for _, block in _grids(out, unit, READ_PIECE):
+    for _, block in _grids(out, unit, piece_on(out.device, READ_PIECE)):
         end = at + len(block) * size(block.shape[1])
         raw = torch.frombuffer(bytearray(data[at:end]), dtype=torch.uint8).view(len(block), -1)
-        rows(raw, block)
+        rows(raw.to(block.device), block)
         at = end
 
 
@@ -57,6 +65,11 @@ def kept_scales(scales: Tensor, wide: bool, peak: float = 1.0) -> Tensor:
     if not bool(torch.isfinite(scales * peak).all()):
         raise refusal(0, 0)
     return scales
+
+
+def divided(values: Tensor, by: float) -> Tensor:
+    """values / by, rounded once on every device: of a plain number a GPU multiplies by the reciprocal."""
+    return values / torch.full((1,), by, dtype=values.dtype, device=values.device)
 
 
 def inverse_of(scales: Tensor) -> Tensor:
@@ -112,15 +125,25 @@ def unpack(raw: Tensor, size: int, bits: int) -> Tensor:
 
 def pack_bits(ones: Tensor) -> Tensor:
     """Booleans [blocks, size] as bits, lowest first."""
-    return torch.from_numpy(np.packbits(ones.cpu().numpy(), axis=1, bitorder="little"))
+    if ones.device.type != "cpu":
+        eights = torch.nn.functional.pad(ones, (0, -ones.shape[1] % 8)).view(len(ones), -1, 8)
+        return (eights.to(torch.uint8) << _bits_on(ones.device)).sum(2, dtype=torch.uint8)
+    return torch.from_numpy(np.packbits(ones.numpy(), axis=1, bitorder="little"))
 
 
 def unpack_bits(raw: Tensor, size: int) -> Tensor:
     """The booleans again; EncodingError where bits behind the last are set."""
-    bits = np.unpackbits(raw.numpy(), axis=1, bitorder="little").astype(bool)
-    if bits[:, size:].any():
+    if raw.device.type != "cpu":
+        bits = ((raw[:, :, None] >> _bits_on(raw.device)) & 1).bool().view(len(raw), -1)
+    else:
+        bits = torch.from_numpy(np.unpackbits(raw.numpy(), axis=1, bitorder="little").astype(bool))
+    if bool(bits[:, size:].any()):
         raise EncodingError(FLAWS[3])
-    return torch.from_numpy(bits[:, :size])
+    return bits[:, :size]
+
+
+def _bits_on(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def exact_unit(block: Tensor) -> Tensor:
@@ -138,7 +161,7 @@ def mean_magnitudes(block: Tensor) -> Tensor:
     """Mean |x| of each block, up to rounding: `mean_of` of scales.h."""
     unit = exact_unit(block)
     inverse = torch.where(unit > 0, 1.0 / unit, 0.0)[:, None]
-    return (exact_sum(block.abs().double() * inverse) / block.shape[1] * unit).float()
+    return (divided(exact_sum(block.abs().double() * inverse), block.shape[1]) * unit).float()
 
 
 def norms(block: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from roundtable.core.encodings.block_codec import BlockCodec
 from roundtable.core.encodings.block_tables import FLAWS, SMALLEST_SCALE, BlockSize, refusal
 from roundtable.core.encodings.encoding import Traits
-from roundtable.core.encodings.torch_blocks import pack, pack_bits, unpack, unpack_bits
+from roundtable.core.encodings.torch_blocks import divided, pack, pack_bits, unpack, unpack_bits
 from roundtable.core.encodings.torch_draws import draw_bits
 from roundtable.core.errors import EncodingError
 from roundtable.core.toml_tables import Table
@@ -57,7 +57,7 @@ class Range(BlockCodec):
     @override
     def to_rows(self, block: Tensor, at: int, key: int) -> Tensor:
         low, high = block.amin(1) + 0.0, block.amax(1)
-        step = ((high.double() - low.double()) / self.steps).float()
+        step = divided(high.double() - low.double(), self.steps).float()
         step = torch.where(step < SMALLEST_SCALE, 0.0, step)
         if not bool(torch.isfinite(step).all()):
             raise refusal(at, block.numel())

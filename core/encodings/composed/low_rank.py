@@ -121,7 +121,10 @@ class LowRank(Encoding):
             if matrix.rank:
                 count = matrix.rank * matrix.columns
                 # Another place for every draw of every matrix.
-                q = draw_uniform(own ^ _START, place, count) - 0.5 if kept is None else kept[place:][:count]
+                if kept is None:
+                    q = draw_uniform(own ^ _START, place, count, values.device) - 0.5
+                else:
+                    q = kept[place:][:count].to(values.device)
                 pair = factors(part.view(matrix.rows, -1), q.view(matrix.rank, -1))
                 runs, place = [each.view(-1) for each in pair], place + count
                 parts.append(runs[1])
@@ -129,7 +132,7 @@ class LowRank(Encoding):
                 yield from (block.data for block in codec_run(self.codec, run, first, own))
                 first += -(-len(run) // GRID) * GRID
         if memory is not None and self.keeps:
-            memory[FACTORS] = torch.cat(parts) if parts else torch.empty(0)
+            memory[FACTORS] = torch.cat(parts).cpu() if parts else torch.empty(0)
 
     @override
     def reader(self, source: ByteSource, elements: int, key: StreamKey = NO_KEY) -> VectorReader:
@@ -192,15 +195,15 @@ class _Product:
     def read(self, out: Tensor) -> None:
         kernels = compiled.load()
         rank, columns = self._right.shape
-        if kernels is not None:
+        if kernels is not None and out.device.type == "cpu":
             arguments = (self._left, self._right, rank, columns, self._at, len(out), out)
             kernels.call("low_rank", *arguments)
         else:
             first, last = self._at // columns, -(-(self._at + len(out)) // columns)
-            rows = self._left[first:last]
-            block = rows[:, :1] * self._right[:1]
+            rows, right = self._left[first:last].to(out.device), self._right.to(out.device)
+            block = rows[:, :1] * right[:1]
             for k in range(1, rank):
-                block += rows[:, k : k + 1] * self._right[k : k + 1]
+                block += rows[:, k : k + 1] * right[k : k + 1]
             start = self._at - first * columns
             out.copy_(block.view(-1)[start : start + len(out)])
         self._at += len(out)
