@@ -81,7 +81,8 @@ async def test_every_page_of_a_viewer_on_a_small_screen_and_after_a_restart(
         Operator(world.coordinator.port, certificates / "olga") as operator,
     ):
         first = await operator.submit("", request="one")
-        await operator.submit("[cohort]\nsize = 1", request="two")
+        await operator.submit("seed = 5\n[cohort]\nsize = 1", request="two")
+        await operator.submit("seed = 6\n[cohort]\nsize = 1", request="three")
         async with opened(world, world.tokens["viewer"], "/jobs", **small) as page:
             await page.get_by_role("link", name=first.name, exact=True).first.wait_for()
             for name in ("Overview", "Jobs", "Analyses", "Silos", "Privacy", "Compare", "Audit"):
@@ -92,10 +93,18 @@ async def test_every_page_of_a_viewer_on_a_small_screen_and_after_a_restart(
                 await accessible(page)
             await page.get_by_text("Only operators and administrators").wait_for()
             await page.get_by_role("navigation").get_by_role("link", name="Compare").click()
-            await expect(page.get_by_role("checkbox")).to_have_count(2)
-            for box in await page.get_by_role("checkbox").all():
+            boxes = page.get_by_role("group", name="Jobs").get_by_role("checkbox")
+            await expect(boxes).to_have_count(3)
+            for box in await boxes.all():
                 await box.check()
             await page.get_by_role("rowheader", name="cohort.size").wait_for()
+            heads = page.get_by_role("region", name="Side by side").get_by_role("columnheader")
+            await expect(heads).to_have_count(4)
+            # A lane for the size of the cohort and one for the seed; three jobs go through them.
+            await expect(page.locator("svg.parallel path:not(.grid)")).to_have_count(3)
+            await page.get_by_label("Jobs that differ in their seed alone").check()
+            await expect(heads).to_have_count(3)
+            await accessible(page)
             await page.get_by_role("navigation").get_by_role("link", name="Jobs").click()
             await page.get_by_role("link", name=first.name, exact=True).first.click()
             await page.get_by_role("heading", level=1, name=first.name).wait_for()

@@ -8,7 +8,7 @@ const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
 
 /**
  * A chart of series over rounds.
- * @typedef {{label: string, points: [number, number][], low?: Map<number, number>, high?: Map<number, number>}} Series
+ * @typedef {{label: string, points: [number, number][], low?: Map<number, number>, high?: Map<number, number>, bounds?: [string, string]}} Series
  */
 export class Chart {
   /**
@@ -49,7 +49,7 @@ export class Chart {
       if (each.low && each.high) {
         const at = data.length;
         data.push(rounds.map((round) => each.high?.get(round) ?? null), rounds.map((round) => each.low?.get(round) ?? null));
-        for (const word of ["highest silo", "lowest silo"]) shape.push({ label: word, stroke: colour, width: 0.5, alpha: 0.5, points: { show: false } });
+        for (const word of each.bounds ?? ["highest silo", "lowest silo"]) shape.push({ label: word, stroke: colour, width: 0.5, alpha: 0.5, points: { show: false } });
         bands.push({ series: [at, at + 1], fill: `${colour}22` });
       }
     });

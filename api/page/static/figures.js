@@ -46,11 +46,51 @@ export function figureOf(answer) {
   return null;
 }
 
-/** @param {string} title @param {Node[]} drawn @param {[string, string][]} legend label and look @param {number} [high] */
+/**
+ * Parallel coordinates: a line for each job through its value on each axis, numbers by size, words in order.
+ * @param {string} title @param {{name: string, values: (number | string | null)[]}[]} lanes a value for each job
+ * @param {string[]} labels of the jobs
+ */
+export function parallel(title, lanes, labels) {
+  const wide = Math.max(WIDE, 150 * lanes.length);
+  const high = HIGH + 30;
+  const x = (/** @type {number} */ lane) => 70 + (lane * (wide - 140)) / Math.max(1, lanes.length - 1);
+  const placed = lanes.map((lane) => {
+    const numbers = lane.values.map((value) => (value === null || value === "" ? NaN : Number(value)));
+    const measured = lane.values.every((value, at) => value === null || Number.isFinite(numbers[at]));
+    const words = [...new Set(lane.values.filter((value) => value !== null).map(String))].sort();
+    const known = numbers.filter((value) => Number.isFinite(value));
+    const ends = measured ? [Math.min(...known), Math.max(...known)] : [0, words.length - 1];
+    const y = scale(ends[0], ends[1], high - 50, 30);
+    return {
+      name: lane.name,
+      marks: measured ? [...new Set(ends)].map((value) => ({ at: y(value), text: number(value) })) : words.map((word, at) => ({ at: y(at), text: word })),
+      at: lane.values.map((value, job) => (value === null ? null : y(measured ? numbers[job] : words.indexOf(String(value))))),
+    };
+  });
+  const drawn = placed.flatMap((lane, at) => [
+    svg("path", { d: `M${x(at)} 26V${high - 46}`, class: "grid" }),
+    svg("text", { x: x(at), y: high - 22, "text-anchor": "middle" }, lane.name.length > 24 ? `…${lane.name.slice(-23)}` : lane.name),
+    ...lane.marks.map((mark) => svg("text", { x: x(at) + 6, y: mark.at + 4 }, mark.text.length > 14 ? `${mark.text.slice(0, 13)}…` : mark.text)),
+  ]);
+  const lines = labels.map((label, job) => {
+    const points = placed.map((lane, at) => [x(at), lane.at[job]]).filter(([, at]) => at !== null);
+    return svg("path", { ...look(job), d: points.map(([across, up], at) => `${at ? "L" : "M"}${across} ${up}`).join("") }, svg("title", {}, label));
+  });
+  const picture = svg("svg", { viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": `${title}; the table below holds the numbers`, class: "drawn parallel" }, lines, drawn);
+  return h("figure", { class: "chart" }, h("figcaption", {}, title), h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, picture), legendOf(labels));
+}
+
+/** @param {string[]} labels */
+function legendOf(labels) {
+  return h("p", { class: "words" }, labels.map((label, at) => [svg("svg", { viewBox: "0 0 24 8", class: "key", "aria-hidden": "true" }, svg("path", { d: "M0 4H24", ...look(at) })), ` ${label}  `]));
+}
+
+/** @param {string} title @param {Node[]} drawn @param {string[]} legend @param {number} [high] */
 function figure(title, drawn, legend, high = HIGH) {
   return h("figure", { class: "chart" },
     svg("svg", { viewBox: `0 0 ${WIDE} ${high}`, role: "img", "aria-label": `${title}; the table beside it holds the numbers`, class: "drawn" }, drawn),
-    legend.length > 1 ? h("figcaption", { class: "words" }, legend.map(([label], at) => [svg("svg", { viewBox: "0 0 24 8", class: "key", "aria-hidden": "true" }, svg("path", { d: "M0 4H24", ...look(at) })), ` ${label}  `])) : null);
+    legend.length > 1 ? legendOf(legend) : null);
 }
 
 /** @param {number} at */
@@ -75,7 +115,7 @@ function histogram(answer) {
   const x = scale(edges[0], edges.at(-1), LEFT, WIDE - 12);
   const y = scale(0, most, HIGH - BELOW, 10);
   const bars = groups.map(([, each], at) => svg("path", { ...look(at), d: each.map((/** @type {any} */ count, /** @type {number} */ bin) => (count === null ? "" : `M${x(edges[bin])} ${y(0)}V${y(count)}H${x(edges[bin + 1])}V${y(0)}`)).join("") }));
-  return figure(answer.title, [...axes(x, y, ticksOf(edges[0], edges.at(-1)), ticksOf(0, most), String(answer.header[0]).replace(/ from$/, ""), HIGH), ...bars], groups.map(([label]) => [label, ""]));
+  return figure(answer.title, [...axes(x, y, ticksOf(edges[0], edges.at(-1)), ticksOf(0, most), String(answer.header[0]).replace(/ from$/, ""), HIGH), ...bars], groups.map(([label]) => label));
 }
 
 /** @param {any} answer */
@@ -97,7 +137,7 @@ function survival(answer) {
     ...["lower", "upper"].map((key) => svg("path", { ...look(at), d: steps(curve.times, curve[key]), "stroke-width": 0.7, opacity: 0.7 })),
     svg("path", { ...look(at), d: steps(curve.times, curve.survival) }),
   ]);
-  return figure(answer.title, [...axes(x, y, ticksOf(0, last), [0, 0.25, 0.5, 0.75, 1], "time; share without the event, with its 95 % band", HIGH), ...drawn], groups.map(([label]) => [label, ""]));
+  return figure(answer.title, [...axes(x, y, ticksOf(0, last), [0, 0.25, 0.5, 0.75, 1], "time; share without the event, with its 95 % band", HIGH), ...drawn], groups.map(([label]) => label));
 }
 
 /** @param {any} answer */
