@@ -12,13 +12,14 @@ from roundtable.core.errors import ConfigError
 from roundtable.core.observability.log_levels import DESCRIPTION, LogLevel
 from roundtable.core.observability.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
-from roundtable.core.toml_tables import ApprovedCode, Seconds, Table
+from roundtable.core.toml_tables import ApprovedCode, Name, Seconds, Table
 from roundtable.server.auth.oidc import OidcTable
 from roundtable.server.auth.page_sessions import DashboardTable
 from roundtable.server.auth.quotas import QuotaTable
 from roundtable.server.operations.alerts import AlertTable
 from roundtable.server.operations.populations import Populations
 from roundtable.server.queue.queue_rules import ProjectTable, QueueRules
+from roundtable.server.queue.silo_pools import SiloPoolTable
 
 
 class RootTable(Table):
@@ -128,6 +129,9 @@ class ServerConfig(Table):
     )
     projects: dict[str, ProjectTable] = Field(
         default_factory=dict, description="weights and quotas of projects in the queue of jobs, by name"
+    )
+    pools: dict[Name, SiloPoolTable] = Field(
+        default_factory=dict, description="silos that a command starts and ends as jobs wait, by name"
     )
     alerts: AlertTable = Field(default_factory=AlertTable, description="who is told of incidents")
 

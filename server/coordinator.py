@@ -30,6 +30,7 @@ from roundtable.proto.pieces import PieceHandlers
 from roundtable.server.clock import steady_time, watch_clock
 from roundtable.server.config import RetentionTable, ServerConfig
 from roundtable.server.dashboard import BehindThePage, Dashboard, NoDashboard
+from roundtable.server.jobs.admission.elastic import Elastic
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import Sessions
@@ -203,6 +204,9 @@ class Coordinator:
             services.alerts.run(),
             self.observer.tally.measure_lag(),
             logs.run(),
+            Elastic(
+                config.pools, self.jobs.runners, self._sessions.clients, self.jobs.turns, alerts, self.clock
+            ).run(),
         ]
         if self._bucket is not None:
             work.append(self._bucket.run())

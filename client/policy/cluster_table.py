@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, mod
 
 from roundtable.client.policy.gradient_reduction import canonical_reduction
 from roundtable.core.errors import ConfigError
+from roundtable.core.hooks.node_pool import PoolTable
 from roundtable.core.quantities import parse_size
 from roundtable.core.toml_tables import Names, Seconds, Table
 
@@ -118,6 +119,14 @@ class StrategyTable(Table):
         return self
 
 
+class NodePoolTable(PoolTable):
+    """`[cluster.pool]`: nodes that a command of the silo's starts for work and ends after it."""
+
+    ready: Seconds = Field(
+        1800.0, gt=0, le=86400, description="a step waits for the nodes so long before it has failed"
+    )
+
+
 class ClusterTable(Table):
     """`[cluster]`: the silo trains over several processes."""
 
@@ -163,6 +172,9 @@ class ClusterTable(Table):
         "and zero1",
     )
     keep: int = Field(2, ge=1, description="checkpoints of a job that are kept")
+    pool: NodePoolTable | None = Field(
+        None, description="a command that starts the nodes when there is work, and ends them afterwards"
+    )
     strategy: StrategyTable = Field(default_factory=StrategyTable)
 
     @property
@@ -198,6 +210,22 @@ class ClusterTable(Table):
             self._check_replicas()
         elif self.replica_devices > 1:
             raise ValueError(f'replica_devices = {self.replica_devices} goes with elastic = "replica"')
+        return self
+
+    @model_validator(mode="after")
+    def _pooled(self) -> ClusterTable:
+        if self.pool is None:
+            return self
+        if self.launch != "external":
+            raise ValueError(
+                '[cluster.pool] needs launch = "external": where the agent starts the ranks itself, on its '
+                "own machine, there is no node to start"
+            )
+        if self.pool.limit < self.nodes + self.pool.spare:
+            raise ValueError(
+                f"[cluster.pool] lets at most {self.pool.limit} nodes run, and {self.nodes} at work with "
+                f"{self.pool.spare} spare are more: raise most or cost, or lower nodes or spare"
+            )
         return self
 
     def _check_replicas(self) -> None:

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from roundtable.client.policy.health_table import HealthTable
-from roundtable.client.policy.hook_command import ask_command
 from roundtable.core.bounds import one_line
+from roundtable.core.hooks.hook_command import ask_command
 from roundtable.core.plugins.doors import described, resolve
 
 _log = logging.getLogger("roundtable.agent")

@@ -29,16 +29,16 @@ from roundtable.cluster.agent.failed_ranks import (
     given_up,
 )
 from roundtable.cluster.agent.launcher import Launcher
+from roundtable.cluster.agent.node_starts import NodeStarts
 from roundtable.cluster.agent.preflight import check_interface
 from roundtable.cluster.agent.replica_groups import AllLost, ReplicaGroups
 from roundtable.cluster.agent.replica_starts import ReplicaStarts
 from roundtable.cluster.plan.resources import Resources, allowed_resources
-from roundtable.cluster.train.checkpoint_places import checkpoint_folder, mirrors
+from roundtable.cluster.train.checkpoint_places import mirrors, remove_checkpoints
 from roundtable.cluster.train.fellow_replicas import PLACES
 from roundtable.cluster.train.group_plan import left_plan
 from roundtable.cluster.train.orders import SOCKET, Advice, Report, take_reports
 from roundtable.cluster.train.rank import SETTINGS
-from roundtable.core.errors import ResourceError
 
 _log = logging.getLogger("roundtable.agent")
 _DONE = {
@@ -93,6 +93,9 @@ class ClusterTrainer:
         self.launches = 0
         self._devices: list[int] = []
         self._releasing: set[asyncio.Task[None]] = set()
+        self._nodes: NodeStarts | None = None
+        if table.pool is not None:
+            self._nodes = NodeStarts(table.pool, table.nodes, lambda: self._called_by_ranks)
         self.groups: ReplicaGroups | None = None
         if table.elastic == "replica":
             starts = ReplicaStarts(config, self._folder, self._find, self._leave_settings)
@@ -110,6 +113,8 @@ class ClusterTrainer:
         path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._called, str(path), limit=_LINE_LIMIT)
         path.chmod(0o600)
+        if self._nodes is not None:
+            self._nodes.start()
 
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """See Trainer."""
@@ -146,31 +151,25 @@ class ClusterTrainer:
                 if self._table.launch == "torchrun":
                     await self._end()
                 self._job = ""
-            await asyncio.to_thread(self._remove_checkpoints, job)
-
-    def _remove_checkpoints(self, job: str) -> None:
-        """Removes a job's checkpoints; what cannot be removed is told, as nothing else would."""
-        place = checkpoint_folder(self._folder, job)
-        try:
-            if place.exists():
-                shutil.rmtree(place)
-        except OSError as error:
-            _log.warning("cluster: the checkpoints in %s could not be removed: %s", place, error.strerror)
-        for mirror in mirrors(self._table, job):
-            try:
-                mirror.remove()
-            except ResourceError as error:
-                _log.warning("cluster: copies of the checkpoints of %s are left: %s", job, error)
+            await asyncio.to_thread(remove_checkpoints, self._folder, self._table, job)
 
     async def close(self) -> None:
         """See Trainer."""
         await asyncio.gather(*self._releasing)
+        if self._nodes is not None:
+            await self._nodes.close()
         await self._end()
         if self._server is not None:
             self._server.close()
             self._server = None
 
     async def _do(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
+        if self._nodes is None:
+            return await self._done(verb, work, progress)
+        async with self._nodes.wanted():
+            return await self._done(verb, work, progress)
+
+    async def _done(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
         async with its_turn(self._turn, work):
             if work.step.job != self._job:
                 await self._new_job(work.step.job)
@@ -209,7 +208,7 @@ class ClusterTrainer:
         """Gives one order to the group, starting it where it does not run, and waits for the result."""
         if self.groups is not None:
             return await self._ask_replicas(self.groups, verb, work, progress)
-        reader, writer = await self._connected()
+        reader, writer = await self._ranks(work)
         self._number += 1
         self._write(writer, {"do": verb, "number": self._number, "order": asdict(order_of_work(work))})
         try:
@@ -265,23 +264,37 @@ class ClusterTrainer:
         progress(seen, step["examples"] * step["steps"], math.nan if loss is None else loss, figures_of(step))
         _log.debug("cluster: %s", step)
 
-    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    @property
+    def _called_by_ranks(self) -> bool:
+        """Whether rank 0 is on the line, or has called."""
+        return not self._callers.empty() or (self._line is not None and not self._line[0].at_eof())
+
+    async def _ranks(self, work: StepWork) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Rank 0's line; with a pool of nodes it is waited for as long as these may take."""
+        if self._nodes is None:
+            return await self._connected()
+        if not self._called_by_ranks:
+            await self._hang_up()
+        async with self._nodes.coming(work):
+            return await self._connected(self._nodes.patience)
+
+    async def _connected(
+        self, patience: float = _START_SECONDS
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._line is not None:
             return self._line
         if self._launcher is None and self._table.launch == "torchrun":
             self._launcher = await self._launch()
-        self._line = await self._accept()
+        self._line = await self._accept(patience)
         return self._line
 
-    async def _accept(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _accept(self, patience: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Waits for rank 0 to connect; raises RanksLost where torchrun gives up first."""
         connecting = asyncio.create_task(self._callers.get())
         waiting = {connecting}
         if self._launcher is not None:
             waiting.add(asyncio.create_task(self._launcher.ended()))  # type: ignore[arg-type]
-        done, pending = await asyncio.wait(
-            waiting, timeout=_START_SECONDS, return_when=asyncio.FIRST_COMPLETED
-        )
+        done, pending = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
         if connecting in done:
@@ -290,7 +303,7 @@ class ClusterTrainer:
             raise RanksLost(
                 f"the ranks could not start: {self._launcher.last_failure() if self._launcher else ''}"
             )
-        raise RanksUnanswered(f"no rank connected within {_START_SECONDS:.0f} s")
+        raise RanksUnanswered(f"no rank connected within {patience:.0f} s")
 
     async def _follow_devices(self) -> None:
         """Ends the ranks where the usable devices have changed; the next order starts them on the new."""

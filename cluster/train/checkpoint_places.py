@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.core.errors import ConfigError, ResourceError, RoundtableError
 from roundtable.core.extras import missing
 
+_log = logging.getLogger("roundtable.agent")
 STATE = "state.json"
 # Whoever writes into a place for copies chooses these names, and they become paths here.
 _CHECKPOINT = re.compile(r"round-\d{6,20}-(?:step-\d{8,20}|end)")
@@ -31,6 +34,21 @@ def checkpoint_folder(folder: Path, job: str) -> Path:
 def mirrors(table: ClusterTable, job: str) -> tuple[Mirror, ...]:
     """Where copies of a job's checkpoints are kept. Raises ConfigError for an address that cannot be used."""
     return tuple(Mirror(address, job) for address in table.checkpoints)
+
+
+def remove_checkpoints(folder: Path, table: ClusterTable, job: str) -> None:
+    """Removes a job's checkpoints; what cannot be removed is told, as nothing else would."""
+    place = checkpoint_folder(folder, job)
+    try:
+        if place.exists():
+            shutil.rmtree(place)
+    except OSError as error:
+        _log.warning("cluster: the checkpoints in %s could not be removed: %s", place, error.strerror)
+    for mirror in mirrors(table, job):
+        try:
+            mirror.remove()
+        except ResourceError as error:
+            _log.warning("cluster: copies of the checkpoints of %s are left: %s", job, error)
 
 
 class Mirror:

@@ -16,7 +16,7 @@ SEVERITIES: tuple[Severity, ...] = ("info", "warning", "error", "critical")
 @dataclass(frozen=True)
 class Incident:
     """One incident. `kind` is one of FAILURE_KINDS, or quorum_missed, storage, coordinator, takeover,
-    clone or quota."""
+    clone, quota, series or autoscaler."""
 
     kind: str
     severity: Severity
@@ -163,6 +163,12 @@ def series_incident() -> Incident:
     """No run can be made after the last one of a job that is repeated."""
     advice = "mend what the reason names, and submit the job again: that begins another series"
     return Incident("series", "error", advice, "ended the series; the runs so far are not lost")
+
+
+def autoscaler_incident() -> Incident:
+    """The command that sizes a pool of silos fails."""
+    advice = "run the command by hand with the object that docs/operator.md shows, and mend what it says"
+    return Incident("autoscaler", "error", advice, "left the pool as it is; the command is run again")
 
 
 def driver_incident() -> Incident:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from cluster_silo import ALGORITHM, TASK, Silo, watched
+from pydantic import ValidationError
 
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.cluster_table import ClusterTable
@@ -324,3 +327,66 @@ async def test_the_loss_scale_outlives_a_killed_round_and_goes_on_in_the_next(tm
     assert taken + 16 == more
     assert scales["kill"] == scales[""]
     assert all(torch.equal(a, b) for a, b in zip(updates["kill"], updates[""], strict=True))
+
+
+POOL = """
+import json, pathlib, sys
+asked = json.load(sys.stdin)
+with pathlib.Path(sys.argv[1]).open("a") as log:
+    log.write(json.dumps(asked["nodes"]) + "\\n")
+json.dump({"nodes": asked["nodes"] or 0}, sys.stdout)
+"""
+
+
+async def test_nodes_are_started_for_a_step_which_waits_for_them_in_line(tmp_path: Path) -> None:
+    """Rank 0 is played: what ranks do is not the pool's."""
+    asked = tmp_path / "asked"
+    pool = {
+        "command": [sys.executable, "-c", POOL, str(asked)],
+        "most": 3,
+        "up_after": 0.0,
+        "down_after": 0.0,
+    }
+    silo = Silo(tmp_path, table={"launch": "external", "nodes": 2, "devices": 1, "pool": pool})
+    lines: list[bool] = []
+
+    async def until_asked(nodes: str) -> None:
+        async with asyncio.timeout(20):
+            while not asked.exists() or asked.read_text().split()[-1:] != [nodes]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    async with silo.trainer() as trainer:
+        await until_asked("0")
+        for number in (1, 2):
+            work = replace(silo.work(round=number, phase="evaluate"), in_line=lines.append)
+            evaluating = asyncio.create_task(trainer.evaluate(work, watched([])))
+            await until_asked("2")
+            line, stream = await asyncio.open_unix_connection(silo.config.state / "cluster" / SOCKET)
+            order = json.loads(await line.readline())
+            stream.write(
+                json.dumps({"number": order["number"], "evaluated": {"loss": [1.0, 1]}}).encode() + b"\n"
+            )
+            assert await evaluating == {"loss": (1.0, 1)}
+            # The node goes as nobody needs it, and the next step waits for another.
+            await until_asked("0")
+            stream.close()
+            await stream.wait_closed()
+        assert lines == [True, False] * 2
+
+
+async def test_nodes_that_do_not_come_fail_the_step_with_the_reason(tmp_path: Path) -> None:
+    pool = {"command": [sys.executable, "-c", "raise SystemExit('no quota')"], "most": 3, "ready": 2.0}
+    silo = Silo(tmp_path, table={"launch": "external", "nodes": 2, "devices": 1, "pool": pool})
+    async with silo.trainer() as trainer:
+        with pytest.raises(WorkFailed, match=r"no rank connected within 2 s: the pool.s command fails"):
+            await trainer.evaluate(silo.work(phase="evaluate"), watched([]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"launch": "torchrun", "nodes": 1}, "needs launch = .external."), ({"nodes": 9}, "at most 3 nodes")],
+)
+def test_a_pool_that_cannot_hold_the_cluster_is_refused(changes: dict[str, Any], said: str) -> None:
+    values = {"launch": "external", "nodes": 2, "pool": {"command": ["scale"], "most": 3}, **changes}
+    with pytest.raises(ValidationError, match=said):
+        ClusterTable.model_validate(values)

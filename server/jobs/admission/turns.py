@@ -77,7 +77,7 @@ class Turns:
 
         As last decided, unless something has happened since: among thousands of silos it takes long.
         """
-        now, contenders = self._clock(), {each.job: each for each in self._contenders()}
+        now, contenders = self._clock(), {each.job: each for each in self.contenders()}
         standings = self._decided
         if self._wake.is_set() or {each.job for each in standings} != contenders.keys():
             standings = self._schedule(list(contenders.values()), now)
@@ -99,7 +99,8 @@ class Turns:
             least=contender.least,
         )
 
-    def _contenders(self) -> list[Contender]:
+    def contenders(self) -> list[Contender]:
+        """The jobs that are neither over nor paused, as the queue sees them."""
         found = (self._contender(runner) for runner in self._runners())
         return [each for each in found if each is not None]
 
@@ -134,7 +135,7 @@ class Turns:
         # Only now: jobs may have come meanwhile.
         runners = {runner.row.id: runner for runner in self._runners()}
         orders = []
-        self._decided = self._schedule(self._contenders(), self._clock())
+        self._decided = self._schedule(self.contenders(), self._clock())
         for standing in self._decided:
             runner = runners[standing.job]
             if runner.standing is None or runner.standing.reason != standing.reason:

@@ -1,4 +1,4 @@
-"""Commands of the silo's own that are asked something: one JSON object in, one out, without a shell."""
+"""Commands of the people of one machine that are asked something: one JSON object in, one out, no shell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def ask_command(command: Sequence[str], inquiry: Mapping[str, Any]) -> Any
     """What the command answers to this object. Cancelling the call kills it.
 
     Raises ResourceError where it cannot be started, fails, writes too much or no JSON; the message is for the
-    silo's own log, as it holds what the command wrote.
+    log of that machine, as it holds what the command wrote.
     """
     try:
         process = await asyncio.create_subprocess_exec(
