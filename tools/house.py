@@ -12,6 +12,7 @@ compat   generated code on the oldest and on the newest protobuf and grpcio
 browser  Chromium for the tests of the page, by this system's packages; CI asks for it, others may
 wheel    builds the wheel and runs the fast tests on it, outside the tree; arguments go to pytest
 gpu      what a GPU is asked, into docs/gpu.md: 45 minutes at most; --rehearse, --phase, --list and more
+docs     the site in build/site, checked; --serve shows it on this machine
 dist     wheel, source distribution and bill of materials in dist/, the same bytes wherever they are built
 version  the version and the commit of this tree, for a copy that has no history: see core/evidence/release.py
 pins     writes constraints.txt from what is installed
@@ -201,6 +202,12 @@ def dist() -> None:
     run(BIN / "python", "tools/distributions.py", ROOT / "dist")
 
 
+def docs(*arguments: str) -> None:
+    """The site: docs/ and the reference out of the code; stops at a dead link or a page without a place."""
+    dev()
+    run(BIN / "python", "tools/handbook/build_site.py", *arguments)
+
+
 def version() -> None:
     """What this tree is, as every build carries it."""
     rule = runpy.run_path(str(ROOT / "core" / "evidence" / "release.py"))
@@ -233,9 +240,9 @@ def gpu(*arguments: str) -> None:
 
 COMMANDS = (
     *(dev, demo, test, lint, types, layers, proto, deploy, compat, browser, wheel),
-    *(gpu, dist, version, pins),
+    *(gpu, docs, dist, version, pins),
 )
-TAKES_ARGUMENTS = ("wheel", "gpu")
+TAKES_ARGUMENTS = ("wheel", "gpu", "docs")
 
 
 def main() -> int:

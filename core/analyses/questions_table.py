@@ -39,7 +39,7 @@ class _AskTable(Table):
 class DescribeTable(_AskTable):
     """Rows, missing values, means and standard deviations."""
 
-    ask: Literal["describe"]
+    ask: Literal["describe"] = Field(description="this kind of question")
     columns: Names = Field(description="columns of numbers")
     by: ColumnName | None = Field(None, description="a category: one answer for each of its values")
 
@@ -56,7 +56,7 @@ class DescribeTable(_AskTable):
 class CorrelationTable(_AskTable):
     """Covariances and correlations."""
 
-    ask: Literal["correlation"]
+    ask: Literal["correlation"] = Field(description="this kind of question")
     columns: Names = Field(min_length=2, description="columns of numbers")
 
     @model_validator(mode="after")
@@ -72,7 +72,7 @@ class CorrelationTable(_AskTable):
 class HistogramTable(_AskTable):
     """A histogram over the column's range."""
 
-    ask: Literal["histogram"]
+    ask: Literal["histogram"] = Field(description="this kind of question")
     column: ColumnName = Field(description="a column of numbers")
     bins: int = Field(10, ge=1, le=4096, description="of equal width from least to most")
     by: ColumnName | None = Field(None, description="a category: one histogram for each of its values")
@@ -85,7 +85,7 @@ class HistogramTable(_AskTable):
 class QuantilesTable(_AskTable):
     """Quantiles; the extremes as the k-th smallest and largest value."""
 
-    ask: Literal["quantiles"]
+    ask: Literal["quantiles"] = Field(description="this kind of question")
     column: ColumnName = Field(description="a column of numbers")
     at: Shares = Field((0.25, 0.5, 0.75), description="shares: 0.5 is the median, 0 and 1 the extremes")
     method: Literal["linear", "inverted_cdf"] = Field(
@@ -100,7 +100,7 @@ class QuantilesTable(_AskTable):
 class ContingencyTable(_AskTable):
     """Rows in each cell of two categories, with the chi-square test."""
 
-    ask: Literal["table"]
+    ask: Literal["table"] = Field(description="this kind of question")
     rows: ColumnName = Field(description="a category")
     columns: ColumnName = Field(description="another category")
     yates: bool = Field(False, description="Yates' correction, of a table of two by two")
@@ -113,7 +113,7 @@ class ContingencyTable(_AskTable):
 class TTestTable(_AskTable):
     """Student's and Welch's t-test between two groups."""
 
-    ask: Literal["t_test"]
+    ask: Literal["t_test"] = Field(description="this kind of question")
     column: ColumnName = Field(description="a column of numbers")
     by: ColumnName = Field(description="a category of two values")
 
@@ -125,7 +125,7 @@ class TTestTable(_AskTable):
 class AnovaTable(_AskTable):
     """One-way analysis of variance."""
 
-    ask: Literal["anova"]
+    ask: Literal["anova"] = Field(description="this kind of question")
     column: ColumnName = Field(description="a column of numbers")
     by: ColumnName = Field(description="a category")
 
@@ -147,7 +147,7 @@ class _RegressionTable(_AskTable):
 class LinearTable(_RegressionTable):
     """Linear regression of a number."""
 
-    ask: Literal["linear"]
+    ask: Literal["linear"] = Field(description="this kind of question")
 
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
@@ -157,7 +157,7 @@ class LinearTable(_RegressionTable):
 class LogisticTable(_RegressionTable):
     """Logistic regression of a category of two values."""
 
-    ask: Literal["logistic"]
+    ask: Literal["logistic"] = Field(description="this kind of question")
 
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
@@ -167,7 +167,7 @@ class LogisticTable(_RegressionTable):
 class SurvivalTable(_AskTable):
     """Kaplan-Meier curves, and the log-rank test between groups."""
 
-    ask: Literal["survival"]
+    ask: Literal["survival"] = Field(description="this kind of question")
     time: ColumnName = Field(description="numbers from 0 on: time to the event, or to the last look")
     event: ColumnName = Field(description="a category of two values: censored, then the event")
     every: Finite = Field(gt=0, description="width of the grid of times; a time counts as its interval's end")

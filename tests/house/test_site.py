@@ -1,0 +1,120 @@
+"""The site: its reference says what the code says, each page has its place, the check finds faults."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, get_args
+
+import pytest
+from handbook import table_reference
+from handbook.build_site import build
+from handbook.built_site import faults_of
+from handbook.code_reference import metrics_of
+from handbook.reference_pages import PAGES
+from handbook.site_sources import DOCS, FROM_THE_TOP, navigation
+from playwright.sync_api import sync_playwright
+from pydantic import TypeAdapter
+
+from roundtable.client.policy.config import AgentTable
+from roundtable.client.policy.health_table import HealthTable
+from roundtable.client.policy.policy_table import TaskTable
+from roundtable.core.algorithms.known_algorithms import BUILTINS
+from roundtable.core.analyses.questions_table import AnyQuestion
+from roundtable.core.config import JobConfig
+from roundtable.core.privacy_table import NoPrivacy, Private
+from roundtable.core.tables.table_description import ColumnTable
+from roundtable.relay.config import RelayTable
+from roundtable.server.config import RootTable, ServerConfig
+
+FILES = (JobConfig, AgentTable, ServerConfig, RelayTable, TaskTable, HealthTable, RootTable, ColumnTable)
+CHOICES = (NoPrivacy, *get_args(Private), *(each.Table for each in BUILTINS.values()))
+QUESTIONS = get_args(get_args(AnyQuestion)[0])
+KINDS = ["Tutorials", "How to", "Reference", "Explanations"]
+
+
+def every_key() -> Iterator[table_reference.Key]:
+    for model in (*FILES, *CHOICES, *QUESTIONS):
+        for path, table in table_reference.tables(model):
+            yield from table_reference.keys(table, path)
+
+
+def test_every_key_says_what_it_is_for_and_shows_a_value_that_is_accepted() -> None:
+    for key in every_key():
+        where = f"{key.model.__name__}.{key.name}"
+        assert key.info.description, f"{where} has no description"
+        # A key that is new may have no example yet; what is shown is accepted.
+        if key.example is None:
+            continue
+        field = Annotated[(key.info.annotation, *key.info.metadata, "of a field")]  # type: ignore[valid-type]
+        TypeAdapter(field).validate_python(key.example)
+
+
+def test_the_pages_of_files_hold_every_key() -> None:
+    job = "\n".join(PAGES["job-file.md"]())
+    for model in (JobConfig, *CHOICES):
+        for path, table in table_reference.tables(model):
+            for key in table_reference.keys(table, path):
+                assert f"| `{key.name}` |" in job, f"{table.__name__}.{key.name}"
+
+
+def test_metrics_are_read_out_of_the_code_or_refused() -> None:
+    names = [line.split("`")[1] for line in PAGES["metrics.md"]() if line.startswith("| `")]
+    assert {"roundtable_updates_refused_total", "roundtable_agent_step_loss", "roundtable_jobs"} <= set(names)
+    with pytest.raises(ValueError, match="cannot be read"):
+        list(metrics_of("def page(families):\n    families.gauge(made_up(), 'text', {})\n"))
+
+
+def test_every_page_has_one_place_under_one_of_the_four_kinds() -> None:
+    places = navigation()
+    committed = {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
+    pages = Counter(page for _, page in places)
+    assert set(pages) == committed | set(FROM_THE_TOP.values()) | {f"reference/{name}" for name in PAGES}
+    assert max(pages.values()) == 1
+    assert [section for section in dict.fromkeys(section for section, _ in places) if section in KINDS] == [
+        kind for kind in KINDS if kind in {section for section, _ in places}
+    ]
+    for section, page in places:
+        folder = page.split("/")[0] if "/" in page else ""
+        assert {"tutorials": "Tutorials", "how-to": "How to", "reference": "Reference"}.get(
+            folder, section
+        ) == section
+
+
+def test_the_check_finds_each_kind_of_fault(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text(
+        '<a href="there.html#no">x</a><a href="gone.html">x</a><img src="gone.png">'
+        '<script src="//cdn/x.js"></script>'
+    )
+    (tmp_path / "there.html").write_text('<h1 id="yes">x</h1>')
+    (tmp_path / "alone.html").write_text("<p>nobody knows</p>")
+    (tmp_path / "look.css").write_text("a { background: url(https://cdn/x.png) }")
+    assert faults_of(tmp_path) == [
+        "index.html loads //cdn/x.js from elsewhere",
+        "index.html leads to there.html#no: no such anchor",
+        "index.html leads to gone.html, which is not there",
+        "index.html leads to gone.png, which is not there",
+        "alone.html: nothing leads to it from the start",
+        "look.css loads https://cdn/x.png from elsewhere",
+    ]
+
+
+def test_the_site_is_built_without_a_fault_and_searched_without_a_network() -> None:
+    pytest.importorskip("zensical", reason="the extra docs is not installed")
+    site = build()
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("the site is well; its search was not tried, as there is no chromium")
+    asked: list[str] = []
+    with sync_playwright() as playwright:
+        shown = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = shown.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((site / "index.html").as_uri())
+        page.get_by_role("button", name="Search").first.click()
+        page.get_by_placeholder("Search").fill("trimmed mean")
+        page.get_by_text("Groups and a robust rule").first.wait_for()
+        shown.close()
+    assert [address for address in asked if not address.startswith("file:") and "data:" not in address] == []
