@@ -7,8 +7,10 @@ known, and a run with a kill ends with the very bits of one without.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 from processes import PATIENCE, SILOS, Federation
 from safetensors.torch import load_file
 from torch import Tensor
+from training_processes import workers
 
 from roundtable.core import open_model
 from roundtable.core.encodings.feedback import ESTIMATE, MEMORY, VELOCITY
@@ -48,6 +51,7 @@ HUB = (
     "2/commit/transition_open",
     "2/commit/transition_stored",
 )
+TRAINING = ("update_encoded", "memory_kept")
 FAST = {("error", "memory_kept")}
 
 
@@ -175,6 +179,45 @@ def test_an_agent_is_killed(
     assert federation.died(VICTIM) == -signal.SIGKILL
     federation.agent(VICTIM)
     same(ended(federation, job)[0], wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", TRAINING)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_process_is_killed_under_its_agent(
+    federation: Federation, undisturbed: Callable[[str], Ended], way: str, point: str
+) -> None:
+    """The agent lives, and the attempt fails; what the process had kept of it does not count."""
+    wanted = undisturbed(way)
+    federation.kill(VICTIM)
+    agent = federation.installed_agent(VICTIM, f"2/train/{point}:stop")
+    job = submit(federation, way, f"{way} {point} alone")
+    killed = standing_still(federation, agent.pid)
+    os.kill(killed, signal.SIGKILL)
+    following = standing_still(federation, agent.pid, killed)
+    os.kill(following, signal.SIGCONT)
+    found, attempts = ended(federation, job)
+    assert attempts[1] > 1
+    assert agent.poll() is None
+    same(found, wanted)
+    federation.kill(VICTIM)
+    federation.agent(VICTIM)
+
+
+def standing_still(federation: Federation, agent: int, but: int = 0) -> int:
+    """The training process of an agent that stands at the armed place; another than `but`."""
+    found: list[int] = []
+
+    def stands() -> bool:
+        found[:] = [
+            each
+            for each in workers(agent)
+            if each != but and Path(f"/proc/{each}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+        ]
+        return bool(found)
+
+    federation.until(stands)
+    return found[0]
 
 
 @pytest.mark.slow

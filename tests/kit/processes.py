@@ -125,6 +125,21 @@ class Federation:
         program = Path(__file__).with_name(f"{self.program}.py")
         return self._start(name, [sys.executable, str(program), json.dumps(values)], fault)
 
+    def installed_agent(self, name: str, fault: str = "") -> subprocess.Popen[bytes]:
+        """Starts an agent as it is installed, with a training process of its own."""
+        file = self.folder / f"{name}.toml"
+        values = {
+            "coordinator": f"127.0.0.1:{self.port}",
+            "credentials": str(self.folder / name),
+            "state": str(self.folder / "silos" / name),
+        }
+        lines = [f"{key} = {json.dumps(value)}\n" for key, value in values.items()]
+        file.write_text(
+            "".join((*lines, '[tasks]\ntoy = "toy.py:Toy"\n[limits]\ndevice = "cpu"\nthreads = 1\n'))
+        )
+        command = [sys.executable, "-m", "roundtable", "client", "--config", str(file)]
+        return self._start(name, command, fault)
+
     def relay(
         self, name: str = "east", fault: str = "", parent: int = 0, **changes: Any
     ) -> subprocess.Popen[bytes]:
