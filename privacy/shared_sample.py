@@ -41,7 +41,8 @@ def why_not_masked(job: JobConfig) -> str:
     if transfer.up.startswith("lowrank"):
         return (
             f"{said}: factors that each silo makes of its own update do not add up; common ones take two "
-            "masked sums a round, of A Q and then of Pᵀ A, and a round has one: leave it out"
+            "masked sums a round, of A Q and then of Pᵀ A, and a round has one: choose randomk(ratio=..., "
+            "indices=cohort)"
         )
     if transfer.remembers:
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import Tensor
 
@@ -28,15 +29,16 @@ def audit_job(
     coordinates: int = COORDINATES,
     confidence: float = CONFIDENCE,
     rounds: int | None = None,
+    folder: Path | None = None,
     watch: Watch = lambda done, total: None,
 ) -> AuditReport:
     """Audits a job over so many clients, with noise measured at `coordinates` weights.
 
-    `rounds` are those under the job's own noise (default: `CanaryJob.own_rounds`). Every call draws other
-    seeds. Raises PrivacyError for jobs that have no guarantee or that cannot be audited, ConfigError for
-    a job that cannot be simulated.
+    `rounds` are those under the job's own noise (default: `CanaryJob.own_rounds`), `folder` where an encoding
+    or a rule in a file beside the job lies. Every call draws other seeds. Raises PrivacyError for jobs that
+    have no guarantee or that cannot be audited, ConfigError for a job that cannot be simulated.
     """
-    canary = CanaryJob.of(job, clients, coordinates)
+    canary = CanaryJob.of(job, clients, coordinates, folder)
     faint, own = canary.faint_rounds(confidence), canary.own_rounds(rounds)
     steps = canary.step_rounds(confidence)
     total = faint + own + steps
@@ -72,7 +74,7 @@ def canary_rounds(
         clip_norms.append(float(progress.record.charge.get("clip_norm", canary.privacy.clip_norm)))
         watch(progress.round)
 
-    result = simulate(config, canary.task(), progress=listen)
+    result = simulate(config, canary.task(), folder=canary.folder, progress=listen)
     if len(models) != rounds:
         raise PrivacyError(
             f"of {rounds} rounds with canaries {len(models)} were committed ({result.reason}): an audit "

@@ -7,7 +7,7 @@ that the log names. What no bundle can show is said by `why_not_repeatable`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import AuditError, RoundtableError
@@ -25,8 +25,19 @@ from roundtable.engine.verification.signed_inputs import check_job, check_update
 class JobAudit:
     """One bundle beside the log in it. Raises AuditError where the two do not belong together."""
 
-    def __init__(self, bundle: Bundle, log: Log, ca: bytes, proven: int, versions: Mapping[str, str]) -> None:
-        """`proven` is the last entry of the log that is proven, `versions` names what computes here."""
+    def __init__(
+        self,
+        bundle: Bundle,
+        log: Log,
+        ca: bytes,
+        proven: int,
+        versions: Mapping[str, str],
+        unapproved: Callable[[JobConfig], str] = lambda job: "",
+    ) -> None:
+        """`proven` is the last entry of the log that is proven, `versions` names what computes here.
+
+        `unapproved` says why code of others that the job names does not run here, "" where it may.
+        """
         self._bundle = bundle
         self._ca = ca
         self._proven = proven
@@ -36,7 +47,7 @@ class JobAudit:
             raise AuditError(f"the log knows no round of job {bundle.job.id}")
         self._job = job_from_json(bundle.job.config)
         self._submitted = check_job(bundle.job, ca)
-        self._why_not = why_not_repeatable(self._job)
+        self._why_not = why_not_repeatable(self._job) or unapproved(self._job)
         self._bases = {item.round: item.base for item in self.rounds}
         self._plan: Plan | None = None
 

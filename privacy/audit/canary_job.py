@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,16 +66,18 @@ class CanaryTraces:
 class CanaryJob:
     """A job to audit: `population` clients, or at level `example` so many records in a silo.
 
-    `noise_multiplier` is what the job states, `free` how many coordinates show noise alone.
+    `noise_multiplier` is what the job states, `free` how many coordinates show noise alone, `folder` where an
+    encoding or a rule in a file lies.
     """
 
     job: JobConfig
     noise_multiplier: float
     population: int
     free: int
+    folder: Path | None = None
 
     @classmethod
-    def of(cls, job: JobConfig, clients: int, free: int) -> CanaryJob:
+    def of(cls, job: JobConfig, clients: int, free: int, folder: Path | None = None) -> CanaryJob:
         """The audit of a job over so many clients.
 
         Raises PrivacyError for a job without a guarantee, and where an audit could not read what is
@@ -103,7 +106,7 @@ class CanaryJob:
                 population = privacy.population
             case _:
                 pass
-        draft = cls(job, 1.0, population, free)
+        draft = cls(job, 1.0, population, free, folder)
         return replace(draft, noise_multiplier=noise_for(job, population, draft.dimension))
 
     @property
@@ -294,7 +297,8 @@ class CanaryJob:
     @property
     def _sample(self) -> RandomK | None:
         """The random-k whose factor follows the noise; None where there is none."""
-        encoding = None if isinstance(self.privacy, OwnNoise) else get_encoding(self.job.transfer.up)
+        own = isinstance(self.privacy, OwnNoise)
+        encoding = None if own else get_encoding(self.job.transfer.up, self.folder)
         return encoding if isinstance(encoding, RandomK) else None
 
     def _correlated(self, rounds: int) -> MatrixMechanism:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,19 @@ import pytest
 import torch
 from blake3 import blake3
 from federation import NAMES, agents, federation_of, run_job, silo
+from installed import install
 
 from roundtable.aggregation import TensorMatrix
 from roundtable.cli.main import run
 from roundtable.core import JobConfig, Model, load_task, open_model
+from roundtable.core.encodings import get_encoding
+from roundtable.core.encodings.foreign.foreign_codec import ENTRY_POINT_GROUP
 from roundtable.core.evidence.audit_log import AuditEntry
 from roundtable.core.identity.credentials import load_silo_identity
 from roundtable.core.identity.signing import envelope
 from roundtable.core.initial_model import initial_model
 from roundtable.core.models import model_blocks
+from roundtable.core.plugins.code_hash import hash_of_code
 from roundtable.engine import Rows, combine, initial_server_state, make_plan
 from roundtable.engine.messages import RowReference, Update
 
@@ -59,14 +64,15 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundled(tmp_path_factory.mktemp("honest"), JOB)
 
 
-def bundled(folder: Path, table: dict[str, Any]) -> Path:
-    """The same for any job."""
+def bundled(folder: Path, table: dict[str, Any], encodings: Mapping[str, str] | None = None) -> Path:
+    """The same for any job; all have approved these encodings of others."""
 
     async def rounds() -> None:
-        async with federation_of(folder, TASK, keep_updates=2) as federation:
+        async with federation_of(folder, TASK, keep_updates=2, encodings=dict(encodings or {})) as federation:
             job = JobConfig.model_validate(table)
             model = initial_model(job, load_task("toy.py", folder))
-            async with agents(*(silo(federation, name) for name in NAMES)):
+            silos = (replace(silo(federation, name), encodings=encodings or {}) for name in NAMES)
+            async with agents(*silos):
                 status, _, _ = await asyncio.to_thread(run_job, federation, job, model)
             assert status == "finished"
 
@@ -117,6 +123,32 @@ def test_rounds_whose_models_travel_as_changes_are_verified_too(
     code, said = verify(folder, capsys)
     assert [item["verdict"] for item in said["rounds"]] == ["unproven", "verified", "verified"]
     assert (code, said["contradictions"]) == (3, [])
+
+
+def test_code_of_others_decodes_for_an_auditor_only_once_its_hash_is_approved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "extending.md"
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    install(tmp_path / "site", monkeypatch, "house_steps", code, {ENTRY_POINT_GROUP: {"steps": "Steps"}})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    digest = hash_of_code("encoding", "steps", ENTRY_POINT_GROUP, None)
+    transfer = {"up": "steps(levels=120)", "feedback": "on"}
+    folder = bundled(tmp_path, {**JOB, "transfer": transfer}, {"steps": digest})
+    get_encoding.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("roundtable.core.encodings.assembly.find_codec", lambda *given: pytest.fail("it ran"))
+        code_, said = verify(folder, capsys)
+    assert code_ == 3
+    assert all(item["verdict"] == "unproven" for item in said["rounds"])
+    advice = f'[encodings] steps = "{digest}" into the file of --encodings'
+    assert advice in said["rounds"][2]["unproven"][0]
+    (tmp_path / "read.toml").write_text(f'[encodings]\nsteps = "{digest}"\n')
+    _, said = verify(folder, capsys, "--encodings", str(tmp_path / "read.toml"))
+    assert [item["verdict"] for item in said["rounds"]] == ["unproven", "verified", "verified"]
+    (tmp_path / "read.toml").write_text(f'[encodings]\nsteps = "{"0" * 64}"\n')
+    _, said = verify(folder, capsys, "--encodings", str(tmp_path / "read.toml"))
+    assert "is not what this auditor has approved" in said["rounds"][2]["unproven"][0]
 
 
 class Cheat:

@@ -235,6 +235,7 @@ def test_of_random_k_only_the_values_that_are_sent_are_masked(ring: str) -> None
             "or choose randomk(ratio=..., indices=cohort) alone",
         ),
         ('up = "randomk(ratio=0.1, indices=cohort, scaled=false)"', "what of its own update was counted"),
+        ('up = "lowrank(rank=2)"', "common ones take two masked sums a round"),
         ('up = "int4"', "masked vectors travel in a form of their own"),
     ],
 )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from roundtable.cli.coordinator.audit import FILE, UNPROVEN, ca_option, owner_of, read_export
-from roundtable.cli.shared.options import json_option
+from roundtable.cli.shared.options import APPROVALS, encodings_option, json_option
 from roundtable.cli.shared.output import print_json, print_table, say
 
 if TYPE_CHECKING:
+    from roundtable.core import JobConfig
     from roundtable.engine.verification.findings import RoundVerdict
 
 _SILENT_SECONDS = 2.0
@@ -50,16 +51,23 @@ def bundle(config: Path, job: str, folder: Path, as_json: bool) -> None:
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
 @click.option("--round", "number", type=click.IntRange(1), help="This round alone; default: all.")
 @click.option("--witness", "witnesses", type=FILE, multiple=True, help="A silo's own log; may be repeated.")
+@encodings_option
 @ca_option
 @json_option
 def verify_model(
-    folder: Path, number: int | None, witnesses: tuple[Path, ...], authority: Path, as_json: bool
+    folder: Path,
+    number: int | None,
+    witnesses: tuple[Path, ...],
+    approved: Mapping[str, str],
+    authority: Path,
+    as_json: bool,
 ) -> int:
     """Make a job's models again from a bundle, and compare.
 
     The bundle is in FOLDER; what comes out is compared with the committed models. Exit code 1: something
     contradicts what was signed. 3: nothing does, but something is shown by nothing.
     """
+    from roundtable.core.encodings.foreign.approval import not_approved
     from roundtable.core.evidence.audit_log import check_signed
     from roundtable.core.evidence.cross_check import compare_logs, witnessed
     from roundtable.engine.verification.bundle import LOG, Bundle
@@ -76,7 +84,11 @@ def verify_model(
         for line in compare_logs(log, own, owner_of(path, own), ca).contradictions
     ]
     seen = [] if contradictions else [n for own in silos.values() for n in witnessed(log, own, ca)]
-    audit = JobAudit(found, log, ca, log.proven(time.time(), seen), versions())
+
+    def unapproved(job: JobConfig) -> str:
+        return "; ".join(not_approved(job.transfer.foreign, approved, "this auditor", APPROVALS))
+
+    audit = JobAudit(found, log, ca, log.proven(time.time(), seen), versions(), unapproved)
     if number is not None and number > len(audit.rounds):
         raise click.UsageError(f"--round {number}: {len(audit.rounds)} rounds of this job are committed")
     verdicts: list[RoundVerdict] = []

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from roundtable.cli.jobs.privacy_audit import REFUTED, audited, report_values, show_report
-from roundtable.cli.shared.options import connect, connection_options, json_option
+from roundtable.cli.shared.options import (
+    APPROVALS,
+    connect,
+    connection_options,
+    encodings_option,
+    json_option,
+)
 from roundtable.cli.shared.output import as_dict, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -24,12 +31,14 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Also show epsilon for one person with data at so many silos, or so many records in a silo.",
 )
+@encodings_option
 @connection_options
 @json_option
 def job_privacy(
     name: str,
     audit: bool,
     group: int | None,
+    approved: Mapping[str, str],
     coordinator: str | None,
     credentials: Path | None,
     as_json: bool,
@@ -40,10 +49,16 @@ def job_privacy(
     that out: exit code 1 where it does not.
     """
     from roundtable.core.config import job_from_json
+    from roundtable.core.encodings.foreign.approval import not_approved
+    from roundtable.core.errors import ConfigError
 
     with connect(coordinator, credentials) as operator:
         told = operator.job_privacy(name)
     job = job_from_json(told.settled_job)
+    # Its code would run here, and the job may be somebody else's.
+    named = job.transfer.foreign if audit else []
+    if reasons := [*not_approved(named, approved, "the auditor", APPROVALS)]:
+        raise ConfigError("; ".join(reasons))
     of_group = None if group is None else _of_group(told, job, group)
     if not as_json:
         _show(told, group, of_group, audit)

@@ -62,7 +62,7 @@ def audit(
     from roundtable.preparation import likely_population
 
     job = load_job(file, overrides)
-    how = {"coordinates": coordinates, "confidence": confidence, "rounds": rounds}
+    how = {"coordinates": coordinates, "confidence": confidence, "rounds": rounds, "folder": file.parent}
     found = audited(job, likely_population(job), as_json, **how)
     if as_json:
         print_json(report_values(found))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,27 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _GIVEN = "roundtable.set"
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+
+
+APPROVALS = "the file of --encodings"
+
+
+def _approvals(context: click.Context, parameter: click.Parameter, file: Path | None) -> Mapping[str, str]:
+    if file is None:
+        return {}
+    from roundtable.core.encodings.foreign.approval import read_approvals
+
+    return read_approvals(file)
+
+
+encodings_option = click.option(
+    "--encodings",
+    "approved",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    callback=_approvals,
+    help="TOML with [encodings] name = hash: code of others that may run here.",
+)
+"""Gives a mapping name → hash; without the option an empty one."""
 
 
 def connection_options(command: Command) -> Command:

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from pydantic import Field
 
 from roundtable.core.encodings.foreign.foreign_codec import ENTRY_POINT_GROUP
 from roundtable.core.errors import ConfigError
 from roundtable.core.plugins.code_hash import hash_of_code
 from roundtable.core.plugins.doors import is_file
+from roundtable.core.toml import read_toml, validate
+from roundtable.core.toml_tables import ApprovedCode, Table
+
+
+class ApprovalTable(Table):
+    """A file of approvals alone, for whoever has no coordinator.toml or agent.toml."""
+
+    encodings: ApprovedCode = Field(description="installed encodings of others → hash of the code")
+
+
+def read_approvals(file: Path) -> Mapping[str, str]:
+    """The table [encodings] of such a file; ConfigError that names the line."""
+    return validate(ApprovalTable, read_toml(file)).encodings
 
 
 def not_approved(

@@ -64,6 +64,32 @@ def test_an_honest_job_passes_and_says_how_much_was_seen(
     ]
 
 
+CODEC = """
+import torch
+import roundtable as rt
+
+class Half(rt.Codec):
+    unit = 1
+    traits = rt.Traits("bounded", lambda n: 1.0, lambda n: 1.0 + 2**-8)
+    def size(self, count):
+        return 2 * count
+    def encode(self, values, first, key):
+        return values.to(torch.bfloat16).view(torch.uint8).numpy()
+    def decode(self, data, out):
+        out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch.bfloat16))
+"""
+
+
+def test_an_encoding_in_a_file_beside_the_job_is_audited_with_it(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file.parent / "own_codec.py").write_text(CODEC)
+    up = "transfer={up='randomk(ratio=0.5) | own_codec.py:Half', feedback='off'}"
+    assert audit(file, "--json", "--confidence", "0.999999", "--set", up) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert 0.75 * told["stated"] < told["bound"] < told["stated"]
+
+
 def test_half_the_noise_is_refuted_with_exit_code_1(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from service import AGENTS, Operator, running
 
 from roundtable.cli.main import run
 from roundtable.core.config import job_from_json
+from roundtable.core.encodings.foreign import approval
 from roundtable.core.privacy_table import ClientLevel
 from roundtable.privacy.accounting.accountants import gaussian_epsilon
 from roundtable.privacy.mechanisms import central_noise
@@ -108,6 +109,9 @@ async def test_the_page_of_a_job_audits_that_job_and_tells_what_persons_are_left
             central_noise, "noise_onto", lambda values, std, *more: honest(values, 0.5 * std, *more)
         )
         refuted, words = await page("--audit")
+        with monkeypatch.context() as patch:
+            patch.setattr(approval, "not_approved", lambda names, held, who, file: [f"{who} has not read it"])
+            assert await page("--audit") == (2, "")
     shown = json.loads(told)
     settled = job_from_json(shown["settled_job"])
     assert isinstance(settled.privacy, ClientLevel)
