@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from cluster_cases import Case
 from cluster_models import Language
 from cluster_plans import STEPS, plan
@@ -19,12 +22,15 @@ from gradient_cases import (
     one_not_finite,
     power_oracle,
 )
+from pretended_gpu import GPUS, a_gpu
 from pydantic import ValidationError
 from ranks import run_ranks
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.gradient_reduction import parse_reduction
 from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.stepping.encoded_gradients import EncodedGradients
+from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import ConfigError
 
 
@@ -124,3 +130,29 @@ def test_what_is_sent_and_kept_is_in_the_description() -> None:
     assert "gradients by sign" in str(Strategy(plan("ddp", dp=2).mesh, "ddp", reduction="sign"))
     with pytest.raises(ValidationError, match="add up their gradients exactly"):
         ClusterTable.model_validate({"elastic": "replica", "strategy": {"reduction": "int8"}})
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_gradients_on_a_gpu_are_encoded_there_to_the_same_bits(kind: str, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        for chain in ("topk(ratio=0.1) | int8", "sign", "int4(rounding=stochastic)"):
+            here = _reduced(chain, "cpu")
+            with a_gpu(kind):
+                there = _reduced(chain, "cuda")
+                assert all(each.device.type == "cuda" for each in there)
+                found = [each.cpu() for each in there]
+            assert all(map(torch.equal, found, here))
+    finally:
+        dist.destroy_process_group()
+
+
+def _reduced(chain: str, device: str) -> list[torch.Tensor]:
+    """A rank's gradient after three steps, and what it has left over."""
+    weight: Any = torch.zeros(300, 20).to(device).requires_grad_()
+    group: Any = dist.group.WORLD
+    hook = EncodedGradients({weight: "w"}, group, get_encoding(chain))
+    for step in range(3):
+        gradient = torch.randn(300, 20, generator=torch.Generator().manual_seed(step)).to(device)
+        hook.reduce([(weight, gradient)])
+    return [gradient, *(left for _, left in hook.state(0))]

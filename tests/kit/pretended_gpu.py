@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 GPU = torch.device("cuda")
+GPUS = [
+    "stand-in",
+    pytest.param(
+        "true",
+        marks=(pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+    ),
+]
+"""For tests on both, by `a_gpu`."""
 _HERE_ALONE = {"numpy", "data_ptr", "__array__", "untyped_storage", "storage"}
 _DIVIDING = {"div", "true_divide", "__truediv__"}
 _MOVING = {"copy_", "__setitem__"}
@@ -92,3 +102,8 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
             yield from _flat(each)
         else:
             yield each
+
+
+def a_gpu(kind: str) -> AbstractContextManager[object]:
+    """What to enter for the device "cuda" to be there: of GPUS."""
+    return PretendedGpu() if kind == "stand-in" else nullcontext()

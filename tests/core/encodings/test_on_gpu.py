@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
-from pretended_gpu import PretendedGpu
+from pretended_gpu import GPUS, a_gpu
 
 from roundtable.core.encodings import StreamKey, get_encoding, torch_blocks
 from roundtable.core.encodings.assembly import BY_TENSOR, CHOOSING, CODECS, PACKING
@@ -36,20 +35,13 @@ CHAINS = [
 KEY = StreamKey(1, "a", 2, 3)
 SHAPES = {"bias": (5,), "matrix": (60, 50), "kernel": (40, 3, 3), "rest": (9001,)}
 LAYOUT = Layout.of({name: torch.empty(shape) for name, shape in SHAPES.items()})
-GPUS = [
-    "stand-in",
-    pytest.param(
-        "true",
-        marks=(pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
-    ),
-]
 
 
 @pytest.fixture(params=GPUS)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a device. Pieces are short, so that there are several."""
     monkeypatch.setattr(torch_blocks, "DEVICE_PIECE", 8192)
-    with PretendedGpu() if request.param == "stand-in" else nullcontext():
+    with a_gpu(request.param):
         yield "cuda"
 
 
