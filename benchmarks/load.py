@@ -3,9 +3,13 @@
     python benchmarks/load.py                       # 1,000 agents
     python benchmarks/load.py --quick               # 100 agents, rounds of 20
     python benchmarks/load.py --relays 4            # the same agents behind relays
+    python benchmarks/load.py --agents 10000 --cohort 1000 --rounds 3
+    python benchmarks/load.py --bare                # what their connections alone cost a server of gRPC
 
 The agents are light: many to a process, each with its own certificate, connection (gRPC over TLS), heartbeats
 and uploads. Latency is from the event "round_started" to the instruction's arrival at an agent.
+At the end the coordinator is killed and started again, and all come back. Meanwhile somebody asks it how it
+is and what waits, as `roundtable status` and `job queue` do: how long that takes is told for each part.
 What hours of such rounds do to a coordinator: benchmarks/soak.py.
 """
 
@@ -16,16 +20,19 @@ import asyncio
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import grpc
 import psutil
@@ -49,10 +56,40 @@ from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common
 from roundtable.proto.channel import CLIENT_OPTIONS
 from roundtable.proto.receipts import update_values
 
-AGENTS_A_PROCESS = 250
+AGENTS_A_PROCESS = 500
 VALUES = 1000
 JOBS_A_SILO = 50
 HEARTBEAT = 5.0
+STORM_SECONDS = 600.0
+BARE = """
+import asyncio, sys, tomllib
+from pathlib import Path
+import grpc
+from roundtable.core.allocator import tune_for_transfers
+from roundtable.core.identity.credentials import load_credentials
+from roundtable.proto import agent_pb2_grpc
+from roundtable.proto.channel import SERVER_OPTIONS
+
+class Agents(agent_pb2_grpc.AgentsServicer):
+    async def Connect(self, requests, context):
+        async for _ in requests:
+            pass
+
+async def main():
+    tune_for_transfers()
+    file = Path(sys.argv[1])
+    values = tomllib.loads(file.read_text())
+    held = load_credentials(file.parent / values["credentials"])
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    agent_pb2_grpc.add_AgentsServicer_to_server(Agents(), server)
+    secrets = grpc.ssl_server_credentials([(held.key, held.certificate)], held.ca, True)
+    server.add_secure_port(values["listen"], secrets)
+    await server.start()
+    print("listening", flush=True)
+    await server.wait_for_termination()
+
+asyncio.run(main())
+"""
 COORDINATOR = """
 import sys
 from pathlib import Path
@@ -190,23 +227,26 @@ def relays(folder: Path, port: int, count: int) -> Iterator[dict[str, int]]:
 
 
 @contextmanager
-def coordinator(folder: Path, port: int, metrics: str = "") -> Iterator[psutil.Process]:
+def coordinator(
+    folder: Path, port: int, metrics: str = "", program: str = COORDINATOR
+) -> Iterator[psutil.Process]:
     """A coordinator in a process of its own; where it answers for its metrics, if anywhere."""
     values = {"listen": f"127.0.0.1:{port}", "state": "state", "credentials": "hub", "heartbeat": HEARTBEAT}
     if metrics:
         values["metrics"] = metrics
     file = folder / "coordinator.toml"
-    file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
-    with (folder / "coordinator.log").open("wb") as log:
+    settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+    file.write_text(f"{settings}[quotas]\nconnections = 100000\n")
+    with (folder / "coordinator.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", COORDINATOR, str(file)], stdout=subprocess.PIPE, stderr=log
+            [sys.executable, "-c", program, str(file)], stdout=subprocess.PIPE, stderr=log
         )
     assert process.stdout is not None
     process.stdout.readline()
     try:
         yield psutil.Process(process.pid)
     finally:
-        if process.poll() is not None:
+        if process.poll() not in (None, -signal.SIGKILL):
             said = (folder / "coordinator.log").read_text(errors="replace")[-2000:]
             print(f"the coordinator ended by itself with status {process.returncode}:\n{said}", flush=True)
         process.terminate()
@@ -228,11 +268,12 @@ class Load:
     def prepare(self) -> None:
         """Certificates and the initial model."""
         ca = self.folder / "ca"
-        create_ca(ca)
-        issue(ca, "hub", "coordinator", self.folder / "hub", hosts=("localhost", "127.0.0.1"))
-        issue(ca, "olga", "operator", self.folder / "olga")
-        for number in range(self.agents):
-            issue(ca, f"agent{number}", "agent", self.folder / f"agent{number}")
+        with patch("os.fsync"):  # Nothing of it is to outlast the machine.
+            create_ca(ca)
+            issue(ca, "hub", "coordinator", self.folder / "hub", hosts=("localhost", "127.0.0.1"))
+            issue(ca, "olga", "operator", self.folder / "olga")
+            for number in range(self.agents):
+                issue(ca, f"agent{number}", "agent", self.folder / f"agent{number}")
         layout = Layout.of({"w": torch.zeros(VALUES)})
         save_model(self.folder / "model.safetensors", Model(layout, torch.zeros(VALUES)))
 
@@ -244,27 +285,85 @@ class Load:
             OperatorClient(f"localhost:{self.port}", self.folder / "olga") as operator,
         ):
             before = process.memory_info().rss
-            workers = self.connect(operator, process)
-            self._idle(process, before)
-            self._rounds(operator, process)
+            with self._asking("while they connected"):
+                workers = self.connect(operator, process)
+            with self._asking("at rest"):
+                self._idle(process, before)
+            with self._asking("in the rounds"):
+                self._rounds(operator, process)
+            if not self.regions:
+                process.kill()
+                process.wait()
+                self._storm(operator)
             self._latencies(workers)
+
+    def bare(self) -> None:
+        """What the agents' connections and streams alone cost a server that does nothing with them."""
+        with coordinator(self.folder, self.port, program=BARE) as process:
+            before, cpu, began = process.memory_info().rss, _cpu(process), time.monotonic()
+            workers = self._workers()
+            while sum(each.status == "ESTABLISHED" for each in process.net_connections()) < self.agents:
+                time.sleep(0.5)
+            seconds, used = time.monotonic() - began, _cpu(process) - cpu
+            time.sleep(2 * HEARTBEAT)
+            grown = process.memory_info().rss - before
+            print(
+                f"bare: {self.agents} connections in {seconds:.1f} s, CPU {used:.1f} s; "
+                f"{grown / self.agents / 1e3:.0f} kB for each",
+                flush=True,
+            )
+            for worker in workers:
+                worker.communicate(b"")
+
+    def _storm(self, operator: OperatorClient) -> None:
+        """The coordinator was killed: it starts again, and all agents come back at once."""
+        with coordinator(self.folder, self.port) as process, self._asking("in the storm"):
+            began = time.monotonic()
+            while (here := self.online(operator)) < self.agents:
+                if time.monotonic() - began > STORM_SECONDS:
+                    break
+                time.sleep(0.2)
+            seconds = time.monotonic() - began
+            print(
+                f"{here} of {self.agents} agents are back {seconds:.1f} s after the coordinator that was "
+                f"killed listens again; its CPU {_cpu(process):.1f} s, of which its start is a part",
+                flush=True,
+            )
+
+    @contextmanager
+    def _asking(self, when: str) -> Iterator[None]:
+        """Asks for status and queue four times a second, and tells how long that took."""
+        over, took = threading.Event(), list[float]()
+
+        def ask() -> None:
+            with OperatorClient(f"localhost:{self.port}", self.folder / "olga") as operator:
+                while not over.wait(0.25):
+                    began = time.monotonic()
+                    with suppress(UnavailableError):
+                        operator.status()
+                        operator.queue()
+                    took.append(time.monotonic() - began)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            asking.join()
+            took.sort()
+            if took:
+                middle, last = took[len(took) // 2], took[int(0.95 * (len(took) - 1))]
+                print(
+                    f"commands {when}: median {1e3 * middle:.0f} ms, 95th percentile {1e3 * last:.0f} ms, "
+                    f"longest {1e3 * took[-1]:.0f} ms ({len(took)} asked, two calls each)",
+                    flush=True,
+                )
 
     def connect(self, operator: OperatorClient, process: psutil.Process) -> list[subprocess.Popen[bytes]]:
         """Starts the agents; returns their processes once all are online."""
         began, cpu = time.monotonic(), _cpu(process)
-        workers = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    __file__,
-                    "--be-agents",
-                    *self._place(first),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            for first in range(0, self.agents, AGENTS_A_PROCESS)
-        ]
+        workers = self._workers()
         while self.online(operator) < self.agents:
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                 raise RuntimeError("the coordinator did not survive the storm")
@@ -274,6 +373,13 @@ class Load:
             f"{self.agents} agents connected in {seconds:.1f} s, coordinator's CPU {used:.1f} s", flush=True
         )
         return workers
+
+    def _workers(self) -> list[subprocess.Popen[bytes]]:
+        command = [sys.executable, __file__, "--be-agents"]
+        return [
+            subprocess.Popen([*command, *self._place(first)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for first in range(0, self.agents, AGENTS_A_PROCESS)
+        ]
 
     def _place(self, first: int) -> list[str]:
         """What a process full of agents is told; those behind relays are dealt out process by process."""
@@ -362,13 +468,17 @@ def main() -> int:
     parser.add_argument("--cohort", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--relays", type=int, default=0, help="relays that the agents connect to; 0: none")
+    parser.add_argument("--bare", action="store_true", help="only what the connections cost")
     chosen = parser.parse_args()
     agents, cohort = (100, 20) if chosen.quick else (chosen.agents, chosen.cohort)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="roundtable-load-") as folder:
         load = Load(Path(folder), agents, cohort, chosen.rounds, regions=chosen.relays)
         load.prepare()
-        load.run()
+        if chosen.bare:
+            load.bare()
+        else:
+            load.run()
     return 0
 
 

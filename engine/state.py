@@ -220,6 +220,9 @@ def to_plain(state: EngineState) -> dict[str, Any]:
     return {name: _plain(getattr(state, name)) for name in _fields(EngineState) if name != "summary"}
 
 
+_SINGLE = frozenset({str, int, float, bool, type(None)})
+
+
 @cache
 def _fields(kind: Any) -> tuple[str, ...]:
     """The names of a dataclass's fields; empty for any other type."""
@@ -227,14 +230,24 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """As `asdict` does it, without copying what cannot change: it is done for every update that arrives."""
+    """As `asdict` does it, without copying what cannot change.
+
+    It is done with every batch of updates, for all clients, and most of what it meets are single values:
+    these are told by their type alone, without a call.
+    """
     kind: Any = type(value)
+    if kind in _SINGLE:
+        return value
     if names := _fields(kind):
-        return {name: _plain(getattr(value, name)) for name in names}
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        found = {}
+        for name in names:
+            each = getattr(value, name)
+            found[name] = each if type(each) in _SINGLE else _plain(each)
+        return found
+    if kind is dict or isinstance(value, Mapping):
+        return {key: each if type(each) in _SINGLE else _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [each if type(each) in _SINGLE else _plain(each) for each in value]
     return value
 
 

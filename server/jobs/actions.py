@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from roundtable.core.errors import PrivacyError
+from roundtable.core.observability.released import Told
 from roundtable.engine import messages as m
 from roundtable.server.jobs.aggregate_action import AggregateAction, despite_outages
 from roundtable.server.jobs.background import BackgroundTasks, Timers
@@ -14,6 +16,7 @@ from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.job_tracking import JobTracking
 from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.step_instructions import StepInstructions
+from roundtable.server.store import ArtifactRow, EventRow, UpdateRow
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,24 @@ class JobParts:
     collection: RoundCollection
     account: JobAccount
     aggregate: AggregateAction
+
+
+@dataclass
+class PendingTransition:
+    """What one transaction has to hold, and the actions that are performed after it."""
+
+    events: list[Told[EventRow]] = field(default_factory=list)
+    updates: list[UpdateRow] = field(default_factory=list)
+    artifacts: list[ArtifactRow] = field(default_factory=list)
+    records: list[Told[dict[str, Any]]] = field(default_factory=list)
+    actions: list[m.Action] = field(default_factory=list)
+    worth_writing: bool = False
+
+    @property
+    def released(self) -> list[tuple[int, int]]:
+        """(round, attempt) of new models that leave the coordinator before their round is committed."""
+        steps = {action.step for action in self.actions if isinstance(action, m.Instruct)}
+        return [(step.round, step.attempt) for step in steps if step.phase == m.EVALUATE]
 
 
 class JobActions:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from roundtable.core.observability.released import Tells, Told, is_told
 from roundtable.engine import EngineView, RoundEngine
 from roundtable.engine import messages as m
 from roundtable.engine.state import chosen_chain
-from roundtable.server.jobs.actions import JobActions, JobParts
+from roundtable.server.jobs.actions import JobActions, JobParts, PendingTransition
 from roundtable.server.jobs.job_inbox import Arrival, Verdict, client_of
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.operations.incidents import incident_of, storage_incident
@@ -36,13 +36,16 @@ from roundtable.server.operations.publication import Publication
 from roundtable.server.queue.contenders import contender_of
 from roundtable.server.queue.pace import Pace
 from roundtable.server.queue.standing import Contender, Standing
-from roundtable.server.store import FINAL, ArtifactRow, EventRow, JobRow, Transition, UpdateRow
+from roundtable.server.store import FINAL, EventRow, JobRow, Transition
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.jobs import apply
 
 log = logging.getLogger("roundtable.server.jobs.runner")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+SHORT_SNAPSHOT, GATHERING, LONGEST_GATHERING = 0.005, 4.0, 1.0
+"""A snapshot that takes longer (in seconds) is followed by so many times as long in which events gather, so
+that a cohort of thousands is not written out whole for each of its updates."""
 # Lost with a crash, these are said again: evaluations are asked for once more.
 _QUIET = (m.WorkStarted, m.ClientJoined, m.ClientLeft, m.Evaluated)
 
@@ -52,18 +55,6 @@ class _Turn(NamedTuple):
     status: str
     queued: bool
     starved: bool
-
-
-@dataclass
-class PendingTransition:
-    """What one transaction has to hold, and the actions that are performed after it."""
-
-    events: list[Told[EventRow]] = field(default_factory=list)
-    updates: list[UpdateRow] = field(default_factory=list)
-    artifacts: list[ArtifactRow] = field(default_factory=list)
-    records: list[Told[dict[str, Any]]] = field(default_factory=list)
-    actions: list[m.Action] = field(default_factory=list)
-    worth_writing: bool = False
 
 
 class JobRunner:
@@ -100,6 +91,7 @@ class JobRunner:
         self._sequence = sequence
         self._publication = Publication(job.privacy)
         self._trouble = ""
+        self._snapshot_seconds = 0.0
         self._handled = "its beginning"
         self._culprit: tuple[str, m.Step] | None = None
         self.standing: Standing | None = None
@@ -230,6 +222,9 @@ class JobRunner:
                 self.inbox.abandon(arrivals)
                 raise
             self.inbox.answer(arrivals)
+            if self._snapshot_seconds > SHORT_SNAPSHOT:
+                # Of thousands of clients: what comes meanwhile is written together.
+                await asyncio.sleep(min(LONGEST_GATHERING, self._snapshot_seconds * GATHERING))
         self.inbox.close()
         self._actions.close()
         self.inbox.notify()
@@ -338,12 +333,15 @@ class JobRunner:
         place = self._place(batch)
         row = self.row.after((told.value for told in batch.records), state.summary.best)
         failpoint("transition_due", *place)
+        began = time.monotonic()
+        snapshot = {**self.row.snapshot, "engine": self._engine.snapshot()}
+        self._snapshot_seconds = time.monotonic() - began
         step = Transition(
             job=self.row.id,
             version=self.row.version + 1,
             writer=self._services.writer,
             time=now,
-            snapshot={**self.row.snapshot, "engine": self._engine.snapshot()},
+            snapshot=snapshot,
             status=state.status,
             reason=state.reason,
             events=batch.events,
@@ -351,7 +349,7 @@ class JobRunner:
             artifacts=batch.artifacts,
             records=batch.records,
             learnt=self._learnt(batch),
-            released=_released(batch.actions),
+            released=batch.released,
             best=(row.best_model, row.best_round, row.best_value) if row.best_model else None,
         )
         await self._until_written(step, place)
@@ -392,9 +390,3 @@ class JobRunner:
 def _event_row(sequence: int, now: float, more: Mapping[str, Any], note: m.Note) -> EventRow:
     detail = {**note.detail, **more}
     return EventRow(sequence, now, note.kind, note.message, note.round, note.attempt, note.client, detail)
-
-
-def _released(actions: list[m.Action]) -> list[tuple[int, int]]:
-    """(round, attempt) of new models that leave the coordinator before their round is committed."""
-    steps = {action.step for action in actions if isinstance(action, m.Instruct)}
-    return [(step.round, step.attempt) for step in steps if step.phase == m.EVALUATE]

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,40 @@ Result = TypeVar("Result")
 MAX_CHUNK_BYTES = 2 << 20
 # Chunks that one visit to a thread reads or writes: on a busy machine each visit waits for its turn.
 AT_ONCE = 4
+
+
+class Turnstile:
+    """Lets a few uploads work at a time, each for a moment.
+
+    Thousands of short ones that come at once would otherwise fill the event loop, and every other call would
+    wait until all are done. One that takes longer, on a slow line, gives its place back and goes on.
+    """
+
+    def __init__(self, places: int = 32, seconds: float = 0.5) -> None:
+        self._places = asyncio.Semaphore(places)
+        self.free = places
+        self._seconds = seconds
+
+    @asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        """Waits for a place, and holds it for the block or for a moment, whichever ends first."""
+        await self._places.acquire()
+        self.free -= 1
+        given_back = False
+
+        def give_back() -> None:
+            nonlocal given_back
+            if not given_back:
+                given_back = True
+                self.free += 1
+                self._places.release()
+
+        moment = asyncio.get_running_loop().call_later(self._seconds, give_back)
+        try:
+            yield
+        finally:
+            moment.cancel()
+            give_back()
 
 
 async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., Result], *arguments: object) -> Result:

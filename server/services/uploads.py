@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import grpc
@@ -82,6 +83,7 @@ class Uploads:
         self._active: dict[str, asyncio.Task[Outcome]] = {}
         self._corrupted: Counter[str] = Counter()
         self._begun: dict[str, str] = {}
+        self._turnstile = transfer.Turnstile()
 
     async def status(self, client: str, update: UploadOffer) -> agent_pb2.UploadState:
         """How much has arrived, and whether the rest is wanted.
@@ -181,6 +183,11 @@ class Uploads:
         return Outcome(Receipt.STALE, reason)
 
     async def _take(self, offer: Offer, parts: AsyncIterator[Part]) -> Outcome:
+        async with AsyncExitStack() as place:
+            await place.enter_async_context(self._turnstile.passing())
+            return await self._take_in(offer, parts, place)
+
+    async def _take_in(self, offer: Offer, parts: AsyncIterator[Part], place: AsyncExitStack) -> Outcome:
         update = offer.update
         await self._pay(offer)
         check = offer.runner.collection.content_check(offer.client, offer.update)
@@ -192,7 +199,7 @@ class Uploads:
             await transfer.in_thread(self._threads, _forget_others, artifacts, offer.owner, update.digest)
             await transfer.in_thread(self._threads, writer.open)
             await transfer.receive(_pieces(parts, offer.step), writer, update.size, self._threads)
-            return await self._complete(offer, writer, check, time.monotonic() - began)
+            return await self._complete(offer, writer, check, time.monotonic() - began, place)
         finally:
             writer.close()
 
@@ -209,10 +216,10 @@ class Uploads:
         self._begun[offer.owner] = digest
 
     async def _complete(
-        self, offer: Offer, writer: BlobWriter, check: ContentCheck, seconds: float
+        self, offer: Offer, writer: BlobWriter, check: ContentCheck, seconds: float, place: AsyncExitStack
     ) -> Outcome:
         """Checks that the bytes are complete, match the digest and are finite; then keeps them. They took
-        `seconds`."""
+        `seconds`. `place` is given back before the job has taken the update."""
         size = offer.update.size
         if writer.offset != size:
             raise Refusal(
@@ -233,6 +240,7 @@ class Uploads:
         threads = self._services.artifacts.threads(self._threads)
         digest, size = await transfer.in_thread(threads, writer.finish)
         try:
+            await place.aclose()
             row = ArtifactRow(digest, size, "update", self._services.clock())
             return await self._deliver(offer, row, figures)
         finally:

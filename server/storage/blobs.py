@@ -108,13 +108,15 @@ class BlobWriter:
         return digest
 
     def finish(self) -> tuple[str, int]:
-        """Checks the hash, syncs, and gives the blob its name: (digest, size)."""
+        """Checks the hash, syncs, gives the blob its name and closes the file: (digest, size)."""
         digest = self.check()
         try:
             os.fsync(self._file)
             self._adopt(self.path, digest)
         except OSError as error:
             raise os_error(error, self.path) from error
+        # Not left to who waits for this thread: on a busy disk it takes milliseconds.
+        self.close()
         return digest, self.offset
 
     def forget(self) -> None:

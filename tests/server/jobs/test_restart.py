@@ -49,7 +49,7 @@ async def test_a_round_goes_on_after_a_kill(
         port = probe.getsockname()[1]
     config = settings(listen=f"127.0.0.1:{port}")
     file = tmp_path / "coordinator.toml"
-    values = config.model_dump(exclude_unset=True)
+    values = config.model_dump(exclude_unset=True, exclude_none=True)
     file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
     first = _start(file)
     job, held, partial = await _half_a_round(port, certificates)
