@@ -256,7 +256,7 @@ class JobContext:
     def count_selection(self, name: str, now: float) -> None:
         """The client has been chosen to train in the round that runs."""
         record = self.record(name)
-        record.called = now
+        record.called, record.course = now, ()
         record.selected += 1
         record.last_round = self.attempt().round
         if self.job.transfer.automatic:
@@ -274,13 +274,15 @@ class JobContext:
                 "encoding_changed", f"{name} sends {choice.encoding} after {before}: {why}", name, detail
             )
 
-    def done(self, client: str, update: m.Update, now: float) -> None:
-        """The client's update is here; one that is sent again tells the same of it once more."""
+    def done(self, client: str, update: m.Update, now: float) -> list[list[Any]]:
+        """The client's update is here; one that is sent again tells the same of it once more. Its course."""
+        record = self.record(client)
+        course = record.passed(now)
         self.mark(client, "done", now)
-        record = self.state.clients[client]
         record.examples = update.examples or record.examples
         if record.choice is not None and update.transfer is not None:
             record.choice.learn(self.job.transfer, update.transfer, self.updates_wanted, now)
+        return course
 
     @property
     def updates_wanted(self) -> int:
@@ -290,6 +292,7 @@ class JobContext:
     def mark(self, name: str, state: m.ClientState, now: float, note: str = "") -> None:
         """The client is now in this state; `since` moves only if that is news."""
         record = self.record(name)
+        record.turn(state, now)
         if record.state != state or record.note != note:
             record.state, record.since, record.note = state, now, note
 
@@ -307,12 +310,13 @@ class JobContext:
             record.selected -= busy
             record.failed += not busy
         self.state.at_work.pop(client, None)
+        told = {"course": course} if (course := self.record(client).passed(now)) else {}
         self.mark(client, "dropped", now, failure.detail)
-        self.note_failure(failure, action)
+        self.note_failure(failure, action, **told)
 
-    def note_failure(self, failure: SiteFailure, action: str = "") -> None:
-        """Adds a client's failure to the job's history."""
-        detail: dict[str, Any] = {"kind": failure.kind, "phase": failure.phase}
+    def note_failure(self, failure: SiteFailure, action: str = "", **more: Any) -> None:
+        """Adds a client's failure to the job's history, with what `more` is told of it."""
+        detail: dict[str, Any] = {"kind": failure.kind, "phase": failure.phase, **more}
         if failure.phase == m.TRAIN:
             detail |= self._plight(failure.site)
         if action:

@@ -197,9 +197,9 @@ class RoundEngine:
         """The fewest clients with which a round can begin once the time to wait for more has passed."""
         return max(least_for_selection(self.job.cohort, True, self.population), fewest(self.job))
 
-    def view(self) -> EngineView:
-        """The job as people see it."""
-        return view(self.job, self.state, self.population)
+    def view(self, *, with_clients: bool = True) -> EngineView:
+        """The job as people see it, with or without what each client does."""
+        return view(self.job, self.state, self.population, with_clients=with_clients)
 
     def _on_start(self, event: m.Start, now: float) -> None:
         if not in_queue(self.state) or self.state.hold:
@@ -266,12 +266,12 @@ class RoundEngine:
         update = replace(update, steps=self._context.see_pace(client, now))
         lost = attempt.lost.pop(client, None)
         (attempt.updates if attempt.phase == m.TRAIN else self.state.buffer)[client] = lost or update
-        self._context.done(client, lost or update, now)
+        course = self._context.done(client, lost or update, now)
         if not lost:
             took = self.state.clients[client].took
             took(now, assignment.line if assignment else attempt.lines.get(client), update)
         asked = {} if update.asked is None else {"asked": update.asked[0]}
-        detail = {"examples": update.examples, **vars(update.vector), **asked}
+        detail = {"examples": update.examples, **vars(update.vector), **asked, "course": course}
         message = f"{client} delivered its update{' again' if lost else ''}"
         self._context.note("update_received", message, client, detail)
         self._phases.proceed(m.TRAIN, now)

@@ -24,6 +24,8 @@ from roundtable.engine.messages import (
 )
 from roundtable.engine.round_summary import RoundSummary
 
+_LONGEST_COURSE = 16
+
 
 @dataclass
 class ClientRecord:
@@ -34,7 +36,8 @@ class ClientRecord:
     what its last update took since then, without time in line, `loss` the training loss that came with it.
     By speed: `pace` is its seconds per step as far as known, `given` (round, steps) what it was last given,
     `asked` when it was asked for them; None once it has answered, or where the time between tells nothing.
-    `choice`: how its updates are encoded, where that is chosen.
+    `choice`: how its updates are encoded, where that is chosen. `course`: the states that it went through
+    since it was asked last, with when each began.
     """
 
     state: ClientState = "available"
@@ -53,6 +56,20 @@ class ClientRecord:
     given: tuple[int, int] | None = None
     asked: float | None = None
     choice: EncodingChoice | None = None
+    course: tuple[tuple[str, float], ...] = ()
+
+    def turn(self, state: ClientState, now: float) -> None:
+        """It goes on to this state: a course begins where it is asked, and is over with its answer."""
+        if state in ("done", "dropped"):
+            self.course = ()
+        elif (self.course or state == "available") and [state] != [each for each, _ in self.course[-1:]]:
+            self.course = (*self.course, (state, now))[-_LONGEST_COURSE:]
+
+    def passed(self, now: float) -> list[list[Any]]:
+        """[state, seconds] of its course until now, one after the other, as far as they took any time."""
+        ends = [*(began for _, began in self.course[1:]), now]
+        both = zip(self.course, ends, strict=False)
+        return [[state, end - began] for (state, began), end in both if end > began]
 
     def took(self, now: float, line: InLine | None, update: Update) -> None:
         """Its update has arrived, after it stood in `line` at the client."""
@@ -284,6 +301,7 @@ def record_from_plain(plain: Mapping[str, Any]) -> RoundRecord:
 
 def _client(plain: Mapping[str, Any]) -> ClientRecord:
     pairs = {name: tuple(pair) for name in ("counted", "given") if (pair := plain.get(name))}
+    pairs["course"] = tuple(map(tuple, plain.get("course", ())))
     choice = plain.get("choice")
     return ClientRecord(**{**plain, **pairs, "choice": EncodingChoice.from_plain(choice) if choice else None})
 

@@ -44,12 +44,14 @@ class EngineView:
     clients: Mapping[str, ClientView]
 
 
-def view(job: JobConfig, state: EngineState, population: Population) -> EngineView:
-    """The view of a state."""
+def view(
+    job: JobConfig, state: EngineState, population: Population, *, with_clients: bool = True
+) -> EngineView:
+    """The view of a state; without its clients, of which there may be thousands, if they are not wanted."""
     attempt = state.attempt
     clients = {
         name: ClientView(_state_of(name, record, population), record.since, record.note)
-        for name, record in sorted(state.clients.items())
+        for name, record in (sorted(state.clients.items()) if with_clients else ())
     }
     return EngineView(
         round=attempt.round if attempt else state.summary.done,

@@ -617,19 +617,23 @@ class WatchJobRequest(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     FROM_SEQUENCE_FIELD_NUMBER: builtins.int
     NEWEST_FIELD_NUMBER: builtins.int
+    WITHOUT_CLIENTS_FIELD_NUMBER: builtins.int
     job: builtins.str
     from_sequence: builtins.int
     """First event wanted; 1 for the whole history."""
     newest: builtins.int
     """Not 0: the newest so many instead, and those to come."""
+    without_clients: builtins.bool
+    """The job as it stands without `clients`: of thousands, each update would list them all."""
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         from_sequence: builtins.int = ...,
         newest: builtins.int = ...,
+        without_clients: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_sequence", b"from_sequence", "job", b"job", "newest", b"newest"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_sequence", b"from_sequence", "job", b"job", "newest", b"newest", "without_clients", b"without_clients"]) -> None: ...
 
 global___WatchJobRequest = WatchJobRequest
 

@@ -224,8 +224,8 @@ def load_server_config(path: Path | None = None, overrides: Mapping[str, Any] | 
             "credentials": str(base / config.credentials),
             "root_data": {name: _below(base, table) for name, table in config.root_data.items()},
             "dashboard": config.dashboard.below(base),
-            "oidc": config.oidc.below(base) if config.oidc else None,
         }
+        | ({"oidc": config.oidc.below(base)} if config.oidc else {})
     )
 
 

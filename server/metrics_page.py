@@ -199,13 +199,13 @@ class CoordinatorPage:
 
     def _silo_states(self, page: Families, jobs: JobRegistry, sessions: Sessions) -> None:
         states: Counter[str] = Counter(dict.fromkeys(SILO_STATES, 0))
-        silent = 0
+        silent, secret = 0, jobs.tasks_in_secret()
         for silo in self._silos:
             session = sessions.get(silo.name)
             state = "offline"
             if session is not None:
                 # Who works was drawn.
-                state = session.state if jobs.tells_cohorts(silo) else "available"
+                state = session.state if secret.isdisjoint(silo.tasks) else "available"
             # A silo's own words are not a label's value.
             states[state if state in SILO_STATES else "available"] += 1
             silent += session is None and self._clock() - silo.last_seen > SILENT_SECONDS

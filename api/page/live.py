@@ -163,13 +163,13 @@ class _Follower:
 
     async def _events(self, job: str) -> None:
         with suppress(RoundtableError):
-            async for update in self._updates(job, EVENTS_OF_EACH):
+            async for update in self._updates(job, EVENTS_OF_EACH, without_clients=True):
                 detail = values_of(update.detail)
                 self._details[job] = {key: detail[key] for key in _DETAIL}
                 self._board.add([{**values_of(event), "job": job} for event in update.events])
 
-    async def _updates(self, job: str, newest: int) -> Any:
-        request = operator_pb2.WatchJobRequest(job=job, newest=newest)
+    async def _updates(self, job: str, newest: int, *, without_clients: bool = False) -> Any:
+        request = operator_pb2.WatchJobRequest(job=job, newest=newest, without_clients=without_clients)
         async for update in self._calls.stream(self._who, self._address, "Operators/WatchJob", request):
             yield update
 

@@ -154,7 +154,11 @@ EVENTS: Mapping[str, EventKind] = {
         _WORDS,
         "{client} did not answer: " + IN_THE_LOG,
         about=True,
-        detail={**_of(Tells.UPDATE, "kind action"), **_of(Tells.COHORT, "phase failed cohort spare on_end")},
+        detail={
+            **_of(Tells.UPDATE, "kind action"),
+            **_of(Tells.COHORT, "phase failed cohort spare on_end"),
+            "course": Tells.SILO,
+        },
     ),
     "client_troubled": EventKind(
         _WORDS, about=True, detail=_of(Tells.UPDATE, "kind action") | {"phase": Tells.COHORT}
@@ -164,11 +168,7 @@ EVENTS: Mapping[str, EventKind] = {
     "update_received": EventKind(
         (Tells.COHORT,),
         about=True,
-        detail={
-            "examples": Tells.SILO,
-            "digest": Tells.UPDATE,
-            **_of(Tells.COHORT, "row asked"),
-        },
+        detail=_of(Tells.SILO, "examples course") | _of(Tells.COHORT, "row asked") | {"digest": Tells.UPDATE},
     ),
     "encoding_changed": EventKind(_WORDS, about=True, detail=_of(Tells.UPDATE, "encoding before")),
     "update_excluded": EventKind(_WORDS, about=True, detail={"reason": Tells.UPDATE}),

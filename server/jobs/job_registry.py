@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from sqlalchemy.engine import Connection
 
@@ -182,6 +183,8 @@ class JobRegistry:
 
     async def row(self, job: str) -> JobRow:
         """The job with this identifier; UnknownJob if there is none."""
+        if (runner := self._runners.get(job)) is not None:
+            return self._newest(runner.row)
         return self._newest(await self._services.database.read(lambda c: store.stored_job(c, job)))
 
     async def find(self, wanted: str, who: Party, *, own: bool = False) -> JobRow:
@@ -190,8 +193,8 @@ class JobRegistry:
         return self._newest(await read(lambda c: store.find_job(c, wanted, who, own=own)))
 
     async def rows(self) -> list[JobRow]:
-        """Every job, newest first."""
-        return [self._newest(row) for row in await self._services.database.read(store.jobs_in_order)]
+        """Every job, newest first; of those that are over, or not yet taken up, without the snapshot."""
+        return [self._newest(row) for row in await self._services.database.read(store.listed_jobs)]
 
     async def change(self, row: JobRow, event: m.Cancel | m.Pause | m.Resume | m.MovedInQueue) -> JobRow:
         """Cancels, pauses, resumes or moves a job that is not over; returns it as it is afterwards."""
@@ -255,10 +258,13 @@ class JobRegistry:
                 runner.instructions.sent(client, sent)
                 return
 
-    def tells_cohorts(self, client: AgentRow) -> bool:
-        """Whether what an agent does may be told: no job that runs here may have drawn it in secret."""
-        drawing = (runner for runner in self._runners.values() if client.offers(runner.job.task.name))
-        return all(runner.tells_cohorts for runner in drawing)
+    def tasks_in_secret(self) -> frozenset[str]:
+        """The tasks, by whole names and by files' stems, for which a job that runs here draws in secret.
+
+        What an agent with one of them does may not be told: it would tell that it was drawn.
+        """
+        names = {runner.job.task.name for runner in self._runners.values() if not runner.tells_cohorts}
+        return frozenset(names | {Path(name.partition(":")[0]).stem for name in names})
 
     def damaged(self, error: DamagedArtifact) -> None:
         """Pauses the jobs that need an artifact which is lost, until somebody brings it back."""
@@ -286,7 +292,7 @@ class JobRegistry:
 
     async def _statuses(self, jobs: frozenset[str]) -> dict[str, str]:
         """How jobs that are over stand, by identifier."""
-        rows = await self._services.database.read(store.jobs_in_order)
+        rows = await self._services.database.read(store.listed_jobs)
         known = {row.id: row.status for row in rows if row.id in jobs and row.status in FINAL}
         listed = {row.id for row in rows}
         return {**known, **dict.fromkeys(jobs - listed, store.DELETED)}

@@ -88,7 +88,7 @@ class JobRunner:
         self._actions = actions
         self._engine = engine
         self._services = services
-        self._sequence = sequence
+        self.sequence = sequence
         self._publication = Publication(job.privacy)
         self._trouble = ""
         self._snapshot_seconds = 0.0
@@ -176,7 +176,7 @@ class JobRunner:
         attempt = state.attempt
         return digest == (attempt.aggregated.model if attempt and attempt.aggregated else state.model)
 
-    def view(self) -> Told[EngineView]:
+    def view(self, *, with_clients: bool = True) -> Told[EngineView]:
         """The job's current state; a database or bucket that is away shows as what the job waits for."""
 
         def with_trouble(view: EngineView) -> EngineView:
@@ -184,7 +184,7 @@ class JobRunner:
             waiting = "; ".join(filter(None, (self.collection.progress(), view.waiting_for, line)))
             return replace(view, waiting_for=self._trouble or self._aggregate.trouble or waiting)
 
-        return self._publication.view(self._engine.view()).become(with_trouble)
+        return self._publication.view(self._engine.view(with_clients=with_clients)).become(with_trouble)
 
     def fault(self, error: BaseException) -> str:
         """What an unexpected error of this driver is, in words: where, at whose event, and what."""
@@ -287,14 +287,14 @@ class JobRunner:
         log.info("%s: %s", self.row.name, note.message, extra={"kind": note.kind, "told": told, **place})
         if shown is None:
             return
-        self._sequence += 1
+        self.sequence += 1
         now = self._services.clock()
         incident = incident_of(shown)
         self._services.observer.noted(shown, incident)
         if incident is not None:
             self._services.alerts.tell(incident, shown.value.message, now, self.row.id, self.row.name)
         more = {} if incident is None else {"incident": incident.plain()}
-        batch.events.append(shown.become(partial(_event_row, self._sequence, now, more)))
+        batch.events.append(shown.become(partial(_event_row, self.sequence, now, more)))
 
     async def _finish(self, batch: PendingTransition) -> None:
         """Makes a batch durable, then performs its actions."""

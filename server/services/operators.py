@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -145,9 +145,8 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         records = await self._services.database.read(lambda c: history_within(c, row.id, wish.between, *most))
         detail = detail_of(row, self._jobs.runner(row.id), self._job(row))
         detail.job_config = row.config
-        detail.initial_model.CopyFrom(
-            common_pb2.Artifact(digest=row.initial_model, size=self._size(row.initial_model))
-        )
+        first = common_pb2.Artifact(digest=row.initial_model, size=self._size(row.initial_model))
+        detail.initial_model.CopyFrom(first)
         detail.history.extend(records)
         await add_faults_and_setups(detail, self._services, row.id)
         return detail
@@ -159,7 +158,8 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         if request.newest:
             known = await self._services.database.read(lambda connection: last_sequence(connection, row.id))
             first = max(1, known + 1 - min(request.newest, EVENTS_AT_ONCE))
-        async for update in updates(self._jobs, self._services, row.id, first, self._job):
+        what = self._jobs, self._services, row.id, first, self._job
+        async for update in updates(*what, with_clients=not request.without_clients):
             await context.write(update)
 
     @override
@@ -210,8 +210,11 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     async def ListClients(
         self, request: operator_pb2.ListClientsRequest, context: Context
     ) -> operator_pb2.ListClientsReply:
-        rows, gone = await self._services.database.read(lambda c: (all_clients(c), revoked_silos(c)))
-        return operator_pb2.ListClientsReply(clients=[self._client(row, row.name in gone) for row in rows])
+        read, secret = self._services.database.read, self._jobs.tasks_in_secret()
+        rows, gone = await read(lambda c: (all_clients(c), revoked_silos(c)))
+        return operator_pb2.ListClientsReply(
+            clients=[self._client(row, secret, row.name in gone) for row in rows]
+        )
 
     @override
     async def DisableClient(
@@ -312,15 +315,15 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         self._services.sessions.disable(name, reason)
         self._jobs.held(row)
         log.info("%s by %s: %s", action.replace("_", " "), who.label, name, extra={"site": name})
-        return self._client(row)
+        return self._client(row, self._jobs.tasks_in_secret())
 
-    def _client(self, row: AgentRow, revoked: bool = False) -> operator_pb2.Client:
+    def _client(self, row: AgentRow, secret: Set[str], revoked: bool = False) -> operator_pb2.Client:
         row = replace(row, link=self._services.links.of(row.name))
         session = self._services.sessions.get(row.name)
         if session is None:
             return to_operators.client_to(row, False, "revoked" if revoked else "offline")
         # Whether it works would tell that it was drawn.
-        state = session.state if self._jobs.tells_cohorts(row) else "available"
+        state = session.state if secret.isdisjoint(row.tasks) else "available"
         # A session is heard of by a clock without a date; the row knows when it began.
         heard = self._services.clock() - (time.monotonic() - session.heard)
         return to_operators.client_to(replace(row, last_seen=heard), True, state)

@@ -12,18 +12,20 @@ from roundtable.server.door import to_operators
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
-from roundtable.server.store import FINAL, JobRow
+from roundtable.server.store import FINAL, EventRow, JobRow
 from roundtable.server.store.jobs import events_from, newest_incidents
 from roundtable.server.store.setup_rows import setups_of
 
 LEAST_SECONDS_BETWEEN = 0.1
 
 
-def detail_of(row: JobRow, runner: JobRunner | None, job: operator_pb2.Job) -> operator_pb2.JobDetail:
+def detail_of(
+    row: JobRow, runner: JobRunner | None, job: operator_pb2.Job, *, with_clients: bool = True
+) -> operator_pb2.JobDetail:
     """A job's current state, without its configuration and history."""
     if runner is None:
         return operator_pb2.JobDetail(job=job, round=row.rounds_done, waiting_for="")
-    view = runner.view().value
+    view = runner.view(with_clients=with_clients).value
     return operator_pb2.JobDetail(
         job=job,
         round=view.round,
@@ -48,21 +50,30 @@ async def add_faults_and_setups(detail: operator_pb2.JobDetail, services: JobSer
 
 
 async def updates(
-    jobs: JobRegistry, services: JobServices, job: str, first: int, show: Callable[[JobRow], operator_pb2.Job]
+    jobs: JobRegistry,
+    services: JobServices,
+    job: str,
+    first: int,
+    show: Callable[[JobRow], operator_pb2.Job],
+    *,
+    with_clients: bool = True,
 ) -> AsyncIterator[operator_pb2.JobUpdate]:
     """Yields events from `first` onwards with the job's current state, until it is over and all are sent."""
     while True:
         runner = jobs.runner(job)
         change = runner.inbox.next_change() if runner else None
         row = await jobs.row(job)
-        events = await services.database.read(
-            partial(events_from, job=job, sequence=first, limit=EVENTS_AT_ONCE)
-        )
+        events: list[EventRow] = []
+        # A job changes more often than it has something new to tell.
+        if runner is None or runner.sequence >= first:
+            events = await services.database.read(
+                partial(events_from, job=job, sequence=first, limit=EVENTS_AT_ONCE)
+            )
         # Not by their number: the oldest may have been retired.
         first = events[-1].sequence + 1 if events else first
         yield operator_pb2.JobUpdate(
             events=[to_operators.event_to(event) for event in events],
-            detail=detail_of(row, runner, show(row)),
+            detail=detail_of(row, runner, show(row), with_clients=with_clients),
         )
         if len(events) == EVENTS_AT_ONCE:
             continue

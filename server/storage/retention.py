@@ -31,7 +31,7 @@ from roundtable.server.store.artifacts import (
 from roundtable.server.store.audit_archives import archives
 from roundtable.server.store.ended_jobs import delete_job, retire_artifacts, retire_events
 from roundtable.server.store.job_lines import retire_lines
-from roundtable.server.store.jobs import jobs_in_order, unfinished_jobs
+from roundtable.server.store.jobs import listed_jobs, unfinished_jobs
 from roundtable.server.store.report_rows import retire_reports
 
 log = logging.getLogger("roundtable.server.storage.retention")
@@ -140,7 +140,7 @@ class Retention:
             for start in range(0, len(candidates), AT_ONCE):
                 count += await self._delete(candidates[start : start + AT_ONCE])
             over = await self._database.read(
-                lambda connection: [row.id for row in jobs_in_order(connection) if row.status in FINAL]
+                lambda connection: [row.id for row in listed_jobs(connection) if row.status in FINAL]
             )
         except StorageError as error:
             log.warning("what is left over stays for now: %s", error)

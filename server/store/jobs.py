@@ -136,6 +136,14 @@ def jobs_in_order(connection: Connection) -> list[JobRow]:
     return [JobRow.of(row) for row in connection.execute(query)]
 
 
+def listed_jobs(connection: Connection) -> list[JobRow]:
+    """The same without their snapshots, which may be large, and which no list needs."""
+    order = (tables.jobs.c.submitted.desc(), tables.jobs.c.id)
+    columns = [column for column in tables.jobs.c if column.name != "snapshot"]
+    query = sa.select(*columns).where(tables.jobs.c.status != DELETED).order_by(*order)
+    return [JobRow(**row._mapping, snapshot={}) for row in connection.execute(query)]
+
+
 def unfinished_jobs(connection: Connection) -> list[JobRow]:
     """Those that a restarted coordinator must take up again, oldest first."""
     query = sa.select(tables.jobs).where(tables.jobs.c.status.not_in(FINAL)).order_by(tables.jobs.c.submitted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from sqlalchemy.engine import Row
 from roundtable.core.observability.link_estimate import UNKNOWN_LINK, LinkEstimate
 from roundtable.engine.best_model import Best
 from roundtable.engine.clients import declared_examples
+
+_READ = 1 << 14
+"""Texts whose reading is remembered."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +123,10 @@ class AgentRow:
     @classmethod
     def of(cls, row: Row[Any]) -> AgentRow:
         values = dict(row._mapping)
-        values["tasks"] = tuple(json.loads(values["tasks"]))
-        values["devices"] = tuple(json.loads(values["devices"]))
-        values["metadata"] = json.loads(values["metadata"])
-        link = values["link"]
-        values["link"] = LinkEstimate.from_plain(json.loads(link)) if link else UNKNOWN_LINK
+        values["tasks"] = _words_in(values["tasks"])
+        values["devices"] = _words_in(values["devices"])
+        values["metadata"] = _values_in(values["metadata"])
+        values["link"] = _link_in(values["link"]) if values["link"] else UNKNOWN_LINK
         return cls(**values)
 
     def with_record(self, stored: AgentRow | None) -> AgentRow:
@@ -140,6 +143,22 @@ class AgentRow:
     def offers(self, task: str) -> bool:
         """Whether the agent has a task, by its whole name or by its file's stem (`digits.py:Digits`)."""
         return task in self.tasks or Path(task.partition(":")[0]).stem in self.tasks
+
+
+# Lists of thousands of silos are read all the time, and hardly any of it changes between.
+@lru_cache(maxsize=_READ)
+def _words_in(text: str) -> tuple[str, ...]:
+    return tuple(json.loads(text))
+
+
+@lru_cache(maxsize=_READ)
+def _values_in(text: str) -> Mapping[str, str]:
+    return dict(json.loads(text))
+
+
+@lru_cache(maxsize=_READ)
+def _link_in(text: str) -> LinkEstimate:
+    return LinkEstimate.from_plain(json.loads(text))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from engine_driver import Driver, job
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roundtable.core.observability.released import EVENTS, Tells
 from roundtable.engine import messages as m
 
 DEADLINE, MOST = 100.0, 60.0
@@ -108,3 +109,34 @@ def test_an_evaluation_waits_for_those_in_line_and_not_for_ever() -> None:
     driver.advance(1.0)
     assert list(driver.records[0].evaluation) == ["loss"]
     assert [each.client for each in driver.withdrawn] == ["birch"]
+
+
+def test_an_answer_tells_how_long_each_part_of_the_work_took() -> None:
+    driver = Driver(job(COHORT + UNMEASURED, rounds=2))
+    driver.join("alder", "birch")
+    driver.send(m.Start())
+    for state, seconds in (("queued", 3.0), ("training", 7.0), ("uploading", 20.0)):
+        driver.advance(seconds)
+        says(driver, state)
+    driver.advance(1.0)
+    driver.restart()
+    driver.update("birch")
+    driver.update("alder")
+
+    def courses(round: int) -> dict[str, list[list[object]]]:
+        notes = [note for note in driver.notes if note.kind in ("update_received", "client_failed")]
+        return {note.client: note.detail["course"] for note in notes if note.round == round}
+
+    whole = [["available", 3.0], ["queued", 7.0], ["training", 20.0], ["uploading", 1.0]]
+    assert courses(1) == {"birch": whole, "alder": [["available", 31.0]]}
+    # The next round's course begins anew; one that fails tells its own as well.
+    driver.update("alder")
+    says(driver, "training")
+    driver.advance(DEADLINE)
+    assert courses(2) == {"alder": [], "birch": [["training", DEADLINE]]}
+    assert public_kinds("course") == {Tells.SILO}
+
+
+def public_kinds(field: str) -> set[Tells]:
+    """Of what kind a field of an event's detail is, over all events that have it."""
+    return {kind.detail[field] for kind in EVENTS.values() if field in kind.detail}

@@ -15,7 +15,18 @@ const LOOKS = {
   late: ["--warn", "did not count"],
 };
 
-/** @typedef {{silo: string, round: number, attempt: number, from: number, to: number, look: keyof typeof LOOKS, why: string}} Span */
+/** What a silo does at a step, in colours that colour-blind people tell apart (Okabe and Ito). @type {Record<string, [string, string]>} */
+const PARTS = {
+  available: ["#56b4e9", "gets the model"],
+  queued: ["#8c8c8c", "waits for its turn at the silo"],
+  training: ["#0072b2", "trains"],
+  uploading: ["#009e73", "sends its update"],
+  evaluating: ["#e69f00", "evaluates"],
+  offline: ["transparent", "is away"],
+};
+
+/** @typedef {{state: string, from: number, to: number}} Part */
+/** @typedef {{silo: string, round: number, attempt: number, from: number, to: number, look: keyof typeof LOOKS, why: string, parts: Part[]}} Span */
 
 /**
  * The spans that events and the silos' present states tell of.
@@ -34,7 +45,8 @@ export function spansOf(events, clients, now) {
     if (!attempt) continue;
     const span = (/** @type {keyof typeof LOOKS} */ look, why = "") => {
       attempt.seen.add(event.client);
-      spans.push({ silo: event.client, round: event.round, attempt: event.attempt, from: attempt.from, to: event.time, look, why });
+      const parts = partsOf(detailOf(event).course ?? [], event.time);
+      spans.push({ silo: event.client, round: event.round, attempt: event.attempt, from: parts[0]?.from ?? attempt.from, to: event.time, look, why, parts });
     };
     if (event.kind === "update_received") span("counted");
     else if (event.kind === "client_failed") span("failed", event.message);
@@ -48,12 +60,23 @@ export function spansOf(events, clients, now) {
   for (const attempt of attempts.values()) {
     if (attempt.to) continue;
     for (const client of Object.values(clients)) {
-      if (["training", "uploading", "evaluating"].includes(client.state) && !attempt.seen.has(client.client)) {
-        spans.push({ silo: client.client, round: attempt.round, attempt: attempt.attempt, from: Math.max(attempt.from, client.since || 0), to: now, look: "working", why: client.state });
+      if (["queued", "training", "uploading", "evaluating"].includes(client.state) && !attempt.seen.has(client.client)) {
+        const from = Math.max(attempt.from, client.since || 0);
+        spans.push({ silo: client.client, round: attempt.round, attempt: attempt.attempt, from, to: now, look: "working", why: client.state, parts: [{ state: client.state, from, to: now }] });
       }
     }
   }
   return { spans, rounds: [...attempts.values()].map(({ seen, ...rest }) => rest) };
+}
+
+/** A course, [state, seconds] one after the other until an event, in time. @param {[string, number][]} course @param {number} end @returns {Part[]} */
+export function partsOf(course, end) {
+  let from = end - course.reduce((sum, [, seconds]) => sum + seconds, 0);
+  return course.map(([state, seconds]) => {
+    const part = { state, from, to: from + seconds };
+    from = part.to;
+    return part;
+  });
 }
 
 export class Timeline {
@@ -61,7 +84,14 @@ export class Timeline {
     this.canvas = /** @type {HTMLCanvasElement} */ (h("canvas", { role: "img", "aria-label": "Timeline of the newest rounds; the list below says the same" }));
     this.note = h("p", { class: "words" });
     this.words = h("ol", { class: "rounds" });
-    this.keys = h("p", { class: "keys" }, Object.values(LOOKS).map(([colour, word]) => h("span", { class: `key ${colour.slice(2)}` }, word)));
+    const mark = (/** @type {string} */ colour) => {
+      const drawn = /** @type {HTMLCanvasElement} */ (h("canvas", { width: 12, height: 12, "aria-hidden": "true" }));
+      const pen = drawn.getContext("2d");
+      if (pen) pen.fillStyle = colour;
+      pen?.fillRect(0, 0, 12, 12);
+      return drawn;
+    };
+    this.keys = h("p", { class: "keys" }, Object.values(LOOKS).map(([colour, word]) => h("span", { class: `key ${colour.slice(2)}` }, word)), Object.values(PARTS).filter(([colour]) => colour !== "transparent").map(([colour, word]) => h("span", {}, mark(colour), ` ${word}  `)));
     this.node = h("div", { class: "timeline" }, this.keys, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Timeline" }, this.canvas), this.note, h("details", {}, h("summary", {}, "The rounds in words"), this.words));
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     /** @type {Span[]} */
@@ -127,8 +157,14 @@ export class Timeline {
       const row = this.silos.indexOf(span.silo);
       if (row < 0) continue;
       const left = Math.max(NAMES, x(span.from));
+      const top = HEAD + row * ROW;
+      for (const part of span.parts) {
+        pen.fillStyle = PARTS[part.state]?.[0] ?? "transparent";
+        pen.fillRect(Math.max(NAMES, x(part.from)), top + 3, Math.max(1, x(part.to) - Math.max(NAMES, x(part.from))), ROW - 9);
+      }
+      // What came of it lies below what was done; without a course it is all that is known.
       pen.fillStyle = colour(LOOKS[span.look][0]);
-      pen.fillRect(left, HEAD + row * ROW + 3, Math.max(2, x(span.to) - left), ROW - 6);
+      pen.fillRect(left, top + (span.parts.length ? ROW - 6 : 3), Math.max(2, x(span.to) - left), span.parts.length ? 3 : ROW - 6);
       if (span.look === "failed" || span.look === "late") {
         pen.fillStyle = colour("--back");
         pen.fillText("✗", Math.max(left, x(span.to) - 12), HEAD + row * ROW + ROW / 2);
@@ -140,8 +176,13 @@ export class Timeline {
   point(event) {
     const silo = this.silos[Math.floor((event.offsetY - HEAD) / ROW)];
     const found = this.spans.find((span) => span.silo === silo && this.x && this.x(span.from) <= event.offsetX && event.offsetX <= this.x(span.to) + 2);
-    this.canvas.title = found ? `${found.silo}, round ${found.round}.${found.attempt}: ${LOOKS[found.look][1]} ${duration(found.to - found.from)} after the round began. ${found.why}` : "";
+    this.canvas.title = found ? `${found.silo}, round ${found.round}.${found.attempt}: ${LOOKS[found.look][1]} after ${duration(found.to - found.from)}. ${courseIn(found.parts)} ${found.why}` : "";
   }
+}
+
+/** @param {Part[]} parts */
+function courseIn(parts) {
+  return parts.filter((part) => part.to - part.from >= 0.05).map((part) => `${PARTS[part.state]?.[1] ?? part.state} ${duration(part.to - part.from)}`).join(", ");
 }
 
 /** Whom a round waited for longest, and what that cost. @param {Span[]} spans @param {{round: number, attempt: number, from: number}} round */
