@@ -10,6 +10,7 @@ from typing_extensions import override
 from roundtable.cluster.choice.search import Search
 from roundtable.cluster.choice.step_time import step_time
 from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.plan.candidates import refuse_pieces
 from roundtable.cluster.plan.memory_estimate import estimate
 from roundtable.cluster.plan.resources import format_bytes
 
@@ -41,7 +42,8 @@ def savings(search: Search, chosen: Strategy) -> tuple[Saving, ...]:
 def _optimisations(search: Search, chosen: Strategy) -> Iterator[tuple[str, Strategy, Strategy]]:
     """(its name, the strategy without it, and with it), of which one is the chosen strategy."""
     anatomy, plain = search.probe.anatomy, chosen.with_checkpointing("none")
-    if anatomy.blocks and not search.private and not chosen.offload_activations:
+    may = not (search.private or chosen.offload_activations or search.probe.trace.rewritten)
+    if anatomy.blocks and may:
         for kind, name in (
             ("selective", "all but products"),
             ("every", "every block"),
@@ -57,7 +59,7 @@ def _optimisations(search: Search, chosen: Strategy) -> Iterator[tuple[str, Stra
     if search.resources.device == "cuda" and keeps and not search.private:
         without, having = (replace(chosen, offload_activations=on) for on in (False, True))
         yield "activations in CPU memory", without, having
-    if chosen.micro_batch > 1 and not anatomy.batch_norms:
+    if chosen.micro_batch > 1 and not refuse_pieces(search.probe, chosen.halved(), search.batch):
         half = chosen.halved()
         yield f"micro-batches of {half.micro_batch} instead of {chosen.micro_batch}", chosen, half
     if chosen.mesh.tp > 1 and (chosen.sequence_parallel or not search.probe.tensor_parallel.no_sequence):

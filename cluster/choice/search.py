@@ -164,6 +164,8 @@ class Search:
     def _listed(self, one: Found) -> Found | None:
         """The candidate with as few blocks checkpointed as let it fit; None where it has another kind."""
         fixed = self.hand.checkpointing is not None or self.hand.offload_activations or self.private
+        # A pass that is run again would change the model twice.
+        fixed = fixed or bool(self.probe.trace.rewritten)
         if fixed or one.strategy.checkpointing != "none":
             return None
         if not one.tried:

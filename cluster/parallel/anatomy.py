@@ -1,12 +1,13 @@
-"""Lists what a plan needs to know of a model's parts: weights, repeated blocks, ties."""
+"""Lists what a plan needs to know of a model: weights, repeated blocks, ties, what a loss depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from roundtable.cluster.parallel.shared_batch_norm import batch_norms
 
@@ -160,3 +161,17 @@ def _parts(module: nn.Module, name: str, holder: str | None) -> Iterator[str]:
             yield from _parts(child, full, holder)
         else:
             yield full
+
+
+def reached_from(loss: Tensor) -> set[int]:
+    """Identifies the parameters that the loss depends on, by the graph that its backward pass would take."""
+    found, seen, waiting = set(), set(), [loss.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return found

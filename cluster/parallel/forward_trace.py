@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from roundtable.client.training.training_loop import check_loss
+from roundtable.cluster.parallel.anatomy import reached_from
 from roundtable.cluster.parallel.checkpointing import COSTLY
 from roundtable.cluster.parallel.meta_init import model_on_meta
-from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
+from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, SharedBatchNorm, share_batch_norms
 from roundtable.cluster.parallel.unsaved_constants import constants
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
@@ -63,14 +65,29 @@ class RandomDraw:
     sharded: bool
 
 
+@dataclass(frozen=True)
+class Rewritten:
+    """A parameter (`weight`) or buffer of `module` that each forward pass in training writes to.
+
+    `by_batch`: what is written depends on the examples or on random numbers, so that ranks write different
+    values.
+    """
+
+    name: str
+    module: str
+    weight: bool
+    by_batch: bool
+
+
 @dataclass
 class Trace:
     """The record of a forward pass of `examples` examples; `output` is the model's own, in bytes.
 
     `products` are the results of matrix products and attention: what selective checkpointing keeps. `draws`
     are in the order of the pass. `normalised` names modules that take statistics over a batch by themselves,
-    `unused` the trained parameters that the loss does not depend on. `arguments` are what each module was
-    first called with: (positional, by name).
+    `unused` the trained parameters that the loss does not depend on. `rewritten` is what the pass changes of
+    the model, but for what shared batch normalisation keeps. `arguments` are what each module was first
+    called with: (positional, by name).
     """
 
     examples: int
@@ -81,6 +98,7 @@ class Trace:
     normalised: list[str] = field(default_factory=list)
     output: int = 0
     unused: tuple[str, ...] = ()
+    rewritten: tuple[Rewritten, ...] = ()
     arguments: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @cached_property
@@ -135,7 +153,11 @@ def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensor
                     module._parameters[name] = made[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None and not isinstance(buffer, FakeTensor):
-                    module._buffers[name] = mode.from_tensor(buffer.to(kind(buffer)))
+                    # What was made of weights is where they are, on the meta device.
+                    here = torch.empty(buffer.shape, dtype=kind(buffer)) if buffer.is_meta else None
+                    module._buffers[name] = (
+                        mode.from_tensor(buffer.to(kind(buffer))) if here is None else here
+                    )
     return mode, model
 
 
@@ -172,10 +194,13 @@ def trace(
         return tensor
 
     half = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
-    with mode or nullcontext(), _CallRecorder(stack, result, sharded), _named(model, stack, result), half:
+    writes = _Writes(model, fakes, fake=mode is not None)
+    recorder = _CallRecorder(stack, result, sharded, writes)
+    with mode or nullcontext(), recorder, _named(model, stack, result), half:
         try:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = task.loss(model, fakes)
+                check_loss(loss, task)
                 reached = reached_from(loss)
                 del loss
         except _VALUES as error:
@@ -185,21 +210,8 @@ def trace(
             ) from error
     parameters = model.named_parameters()
     result.unused = tuple(name for name, p in parameters if p.requires_grad and id(p) not in reached)
+    result.rewritten = writes.found()
     return result
-
-
-def reached_from(loss: Tensor) -> set[int]:
-    """Identifies the parameters that the loss depends on, by the graph that its backward pass would take."""
-    found, seen, waiting = set(), set(), [loss.grad_fn]
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting += [following for following, _ in node.next_functions]
-    return found
 
 
 def unheard(how_far: str) -> None:
@@ -246,11 +258,87 @@ def _is_weight(module: nn.Module, tensor: Tensor) -> bool:
     return tuple(tensor.shape) in shapes or (tensor.dim() == 2 and tuple(tensor.shape)[::-1] in shapes)
 
 
-class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the results of costly operations, and of those that take random numbers."""
+class _Writes:
+    """Follows what a pass writes to the model's own tensors, and whether that came of the batch.
 
-    def __init__(self, stack: list[str], result: Trace, sharded: Callable[[], bool]) -> None:
+    Without `fake`, where tensors take memory, nothing is followed: what is written counts as of the batch.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, *, fake: bool) -> None:
+        self._model = model
+        self._fake = fake
+        self._names: dict[int, str] = {}
+        self._buffers = {
+            name: each for name, each, _ in _own_tensors(model) if not isinstance(each, nn.Parameter)
+        }
+        for name, tensor, _ in _own_tensors(model):
+            self._names.setdefault(tensor.untyped_storage()._cdata, name)
+        self._written: dict[str, bool] = {}
+        # Storages that depend on the batch, kept so that no other gets the address of one.
+        self._dependent: dict[int, Tensor] = {}
+        for leaf in tree_leaves(batch):
+            self._depends(leaf)
+
+    def _depends(self, value: Any) -> None:
+        if isinstance(value, Tensor) and not value.is_sparse:
+            self._dependent.setdefault(value.untyped_storage()._cdata, value)
+
+    def _is_dependent(self, values: Any) -> bool:
+        storages = (leaf.untyped_storage()._cdata for leaf in tree_leaves(values) if _has_storage(leaf))
+        return not self._fake or any(storage in self._dependent for storage in storages)
+
+    def note(self, operation: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """One operation, once it is done."""
+        dependent = self._is_dependent((args, kwargs)) or draws(operation, args, kwargs)
+        if self._fake and dependent:
+            # What normalises over a batch writes its statistics, and its schema does not say so.
+            written = args[3:5] if "batch_norm" in operation._schema.name else ()
+            for leaf in tree_leaves((output, written)):
+                self._depends(leaf)
+        for place, argument in enumerate(operation._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            for leaf in tree_leaves(given):
+                if not _has_storage(leaf):
+                    continue
+                if self._fake and dependent:
+                    self._depends(leaf)
+                name = self._names.get(leaf.untyped_storage()._cdata)
+                if name is not None:
+                    self._written[name] = self._written.get(name, False) or dependent
+
+    def found(self) -> tuple[Rewritten, ...]:
+        """What was written to, and buffers with another tensor in their place."""
+        result = []
+        for name, tensor, module in _own_tensors(self._model):
+            replaced = name in self._buffers and self._buffers[name] is not tensor
+            if name in self._written or replaced:
+                by_batch = self._written.get(name, False) or (replaced and self._is_dependent(tensor))
+                result.append(Rewritten(name, module, isinstance(tensor, nn.Parameter), by_batch))
+        return tuple(result)
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_sparse
+
+
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    """(name, tensor, module) of parameters and buffers, but for those of shared batch normalisation."""
+    for module, part in model.named_modules():
+        prefix = f"{module}." if module else ""
+        for own in (part._parameters, part._buffers):
+            for key, tensor in own.items():
+                if tensor is not None and not (own is part._buffers and isinstance(part, SharedBatchNorm)):
+                    yield prefix + key, tensor, module
+
+
+class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the results of costly operations, and of those that take random numbers; tells `writes` all."""
+
+    def __init__(self, stack: list[str], result: Trace, sharded: Callable[[], bool], writes: _Writes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._writes = writes
         self._stack = stack
         self._found = result
         self._sharded = sharded
@@ -259,6 +347,7 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
+        self._writes.note(func, args, kwargs, output)
         if func in COSTLY:
             size = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
             self._found.products.append(Kept(self._stack[-1], size))

@@ -43,10 +43,12 @@ def model_on_meta(task: Task, seed: int = 0) -> nn.Module:
     """The task's model under the job's seed, without memory for its parameters.
 
     Raises TaskError for parameters that share their memory without being one: only the names of one parameter
-    can be kept together when each gets memory of its own.
+    can be kept together when each gets memory of its own; and for gradients that a cluster would not take
+    as one process does: with hooks of their own, or sparse.
     """
     with without_weights(derive_seed(seed, "model")):
         model = task.model()
+    _check_kind(task, model)
     seen: dict[tuple[int, int], str] = {}
     for name, parameter in model.named_parameters():
         place = parameter.untyped_storage()._cdata, int(parameter.storage_offset())
@@ -54,6 +56,25 @@ def model_on_meta(task: Task, seed: int = 0) -> nn.Module:
         if first != name:
             raise shared_memory(first, name)
     return model
+
+
+def _check_kind(task: Task, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TaskError(
+            f"{type(task).__name__}.model() returned a {type(model).__name__}; a cluster trains an nn.Module"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise TaskError(
+                f"{name} has a hook on its gradient, and a cluster makes parameters anew, without it: "
+                "change gradients in the task's optimizer, or what they are of in the model's forward"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise TaskError(
+                f"{name or 'the model'} has sparse gradients, of which a cluster takes neither norm nor "
+                "shards; leave out sparse=True"
+            )
 
 
 def check_shared_memory(model: nn.Module, layout: Layout) -> None:

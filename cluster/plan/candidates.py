@@ -196,7 +196,9 @@ def _variants(
                 local_steps=hand.local_steps or 0,
                 outer_learning_rate=hand.outer_learning_rate or 1.0,
                 outer_momentum=hand.outer_momentum or 0.0,
-                unused=bool(probe.trace.unused) and kind in ("ddp", "zero1") and not hand.local_steps,
+                unused=bool(probe.trace.unused or probe.varies)
+                and kind in ("ddp", "zero1")
+                and not hand.local_steps,
             )
 
 
@@ -222,14 +224,40 @@ def _whole(
 ) -> Iterator[Strategy]:
     """Yields those that run a batch as the model's layers want it: some take statistics over all of it."""
     for strategy in strategies:
-        own, mesh = probe.trace.normalised, strategy.mesh
-        reason = refuse_parts((*probe.anatomy.batch_norms, *own), strategy, job.algorithm.batch_size)
-        if own and (mesh.data > 1 or mesh.pp > 1) and strategy.batch_norm != "local":
-            reason = own_way(own[0])
+        reason = refuse_pieces(probe, strategy, job.algorithm.batch_size)
         if not reason:
             yield strategy
         elif reason not in reasons:
             reasons.append(reason)
+
+
+def refuse_pieces(probe: ModelProbe, strategy: Strategy, batch_size: int) -> str:
+    """Why the model cannot run a batch in the strategy's pieces; empty where it can.
+
+    Layers may take statistics over all of a batch, and a forward pass may change the model, once for each
+    piece that it runs and each time that it is run again.
+    """
+    mesh, rewritten = strategy.mesh, probe.trace.rewritten
+    own = [*probe.trace.normalised, *(each.module for each in rewritten if each.by_batch and not each.weight)]
+    if own and (mesh.data > 1 or mesh.pp > 1) and strategy.batch_norm != "local":
+        return own_way(own[0])
+    if reason := refuse_parts((*probe.anatomy.batch_norms, *own), strategy, batch_size):
+        return reason
+    if not rewritten:
+        return ""
+    name = rewritten[0].name
+    share = -(-batch_size // mesh.data)
+    if strategy.checkpointing != "none":
+        return f"checkpointing: each forward pass changes {name}, and a block that is run again does so twice"
+    if mesh.tp > 1 or mesh.pp > 1:
+        return f"tp and pp: each forward pass changes {name}, of which ranks would have parts; use ddp"
+    if strategy.micro_batch < share and strategy.batch_norm != "local":
+        return (
+            f"micro_batch = {strategy.micro_batch}: each forward pass changes {name}, so that a "
+            f"rank's {share} examples of a batch must run at once; use more devices, a smaller batch, or "
+            'batch_norm = "local" in [cluster.strategy]'
+        )
+    return ""
 
 
 def _no_sequence(probe: ModelProbe, tp: int) -> str:
@@ -246,6 +274,8 @@ def _cannot_apply(probe: ModelProbe, hand: StrategyTable, kind: DataParallel, me
     if hand.reduction and (reason := cannot_reduce(parse_reduction(hand.reduction), kind, mesh)):
         return f"reduction = {hand.reduction!r}: {reason}"
     calls, wrapped = probe.trace.whole_calls, kind in ("ddp", "zero1") and not hand.local_steps
+    if reason := _cannot_shard(probe, kind, mesh):
+        return reason
     if mesh.tp > 1 and hand.sequence_parallel and (reason := _no_sequence(probe, mesh.tp)):
         return f"sequence_parallel = true: {reason}"
     if (hand.checkpointing or "none") != "none" and not probe.anatomy.blocks:
@@ -263,10 +293,36 @@ def _cannot_apply(probe: ModelProbe, hand: StrategyTable, kind: DataParallel, me
             f"{kind}: the loss calls parts of the model and never the model, whose call is what gathers "
             "weights and reduces gradients; let the model's forward call its parts"
         )
-    if probe.trace.unused and calls > 1 and wrapped:
+    unused = probe.trace.unused or ((f"what {probe.varies} has",) if probe.varies else ())
+    if unused and calls > 1 and wrapped:
         return (
-            f"{kind}: {probe.trace.unused[0]} gets no gradient, and the loss calls the model {calls} times, "
+            f"{kind}: {unused[0]} may get no gradient, and the loss calls the model {calls} times, "
             "so that DDP could not tell which gradients to wait for; use zero2, or freeze or remove it"
+        )
+    return ""
+
+
+def _cannot_shard(probe: ModelProbe, kind: DataParallel, mesh: Mesh) -> str:
+    """Why ranks cannot have parts of the model's weights, or different copies; empty where they can."""
+    weights = [each for each in probe.trace.rewritten if each.weight]
+    sharded = kind in _SHARDED or mesh.ep > 1
+    if weights and mesh.world > 1 and (weights[0].by_batch or sharded):
+        return (
+            f"{kind}: the forward pass writes to {weights[0].name}, each rank by its own examples or to a "
+            "copy that is gathered for a moment, so that weights would part; leave out max_norm, or let the "
+            "forward pass use a changed copy"
+        )
+    if not sharded:
+        return ""
+    if probe.varies and mesh.world > 1:
+        return (
+            f"{kind}: whether {probe.varies} is called depends on values or on chance, and ranks that call "
+            "different parts would gather different weights at a time; use ddp or zero1"
+        )
+    odd = next((each for each in probe.anatomy.weights if not each.shape or not each.elements), None)
+    if odd is not None and kind in _SHARDED:
+        return (
+            f"{kind}: {odd.name} has {'no elements' if odd.shape else 'no dimension'} to share out; use ddp"
         )
     return ""
 

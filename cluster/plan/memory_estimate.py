@@ -56,8 +56,8 @@ class ModelProbe:
     `half` the pass of a model in bfloat16 itself, as gathered shards are. `gloo`: collectives are gloo's,
     which work on copies. `work` is of one example, `optimizer` of a step for each byte of gradients, and each
     parameter; `own_optimizer`: the task makes it, not the job. `streamed`: the training data are a stream.
-    `crowding` is how many times its share of the tokens an expert may get, by its layer's name. `known` has
-    sums that were asked for before.
+    `varies` names a module that not every pass calls, empty where all do. `crowding` is how many times its
+    share of the tokens an expert may get, by its layer's name. `known` has sums that were asked for before.
     """
 
     anatomy: Anatomy
@@ -75,6 +75,7 @@ class ModelProbe:
     optimizer: PassWork = field(default_factory=PassWork)
     own_optimizer: bool = True
     streamed: bool = False
+    varies: str = ""
     crowding: dict[str, float] = field(default_factory=dict)
     known: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 

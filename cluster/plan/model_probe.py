@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.client.training.module_state import isolated_randomness
@@ -39,6 +46,8 @@ from roundtable.core.errors import RoundtableError, TaskError
 from roundtable.core.task import Task, initial_state
 
 _DEGREES = (2, 4, 8, 16)
+_CPU = torch.device("cpu")
+_LARGEST = 1 - 2**-24
 NOT_STREAMED = (
     "the training data are a stream, whose ranks have as many examples of a step as it brings, and the "
     "micro-batches of a pipeline have one size"
@@ -64,12 +73,14 @@ def probe_model(
     batch = example_batch(data)
     told("tracing the model on the first examples")
     try:
-        mode, model, traced = _traced(task, batch, bfloat16)
+        mode, model, traced, varies = _traced(task, batch, bfloat16)
     except RoundtableError:
         raise
     except Exception as error:
         raise TaskError(_said(task, error)) from error
     anatomy = dissect(model)
+    if not any(weight.trainable for weight in anatomy.weights):
+        raise TaskError(f"{type(task).__name__}'s model has no parameters to train")
     plan = from_task(task, model, traced) or find_tensor_parallel(model, anatomy, traced, told)
     factor, work, own = optimizer_cost(task)
 
@@ -86,13 +97,14 @@ def probe_model(
         optimizer_temporaries=1.0 if factor and device == "cuda" else 0.0,
         experts=tuple(name for name, module in model.named_modules() if isinstance(module, Experts)),
         cannot_split={degree: _VALUES if mode is None else tried(degree) for degree in _DEGREES},
-        cannot_pipeline=_no_pipeline(task, anatomy, data, batch, real=mode is None),
+        cannot_pipeline=_no_pipeline(task, anatomy, data, batch, traced, varies, real=mode is None),
         cannot_run=cannot_run(task, anatomy, batch) if mode is not None else _VALUES,
         half=in_half(task, batch) if bfloat16 and mode is not None else None,
         gloo=device == "cpu",
         work=count_work(task, batch),
         optimizer=work,
         streamed=count_examples(data) is None,
+        varies=varies,
         own_optimizer=own,
         crowding={
             f"{name}.experts": module.crowding
@@ -102,12 +114,15 @@ def probe_model(
     )
 
 
-def _traced(task: Task, batch: Any, bfloat16: bool) -> tuple[FakeTensorMode | None, nn.Module, Trace]:
-    """(the mode, None where the model is real, the model, its trace)."""
+def _traced(task: Task, batch: Any, bfloat16: bool) -> tuple[FakeTensorMode | None, nn.Module, Trace, str]:
+    """(the mode, None where the model is real, the model, its trace, what some passes do not call)."""
     mode, model = fake_model(task)
     try:
-        with quietly():
-            return mode, model, trace(task, mode, model, batch, bfloat16)
+        with quietly(), isolated_randomness(0, _CPU):
+            before = _host_generators()
+            traced = _settled(trace(task, mode, model, batch, bfloat16), task, mode, model, batch)
+            drawn = _host_generators() != before
+            return mode, model, traced, called_sometimes(task, mode, model, batch, traced) if drawn else ""
     except Exception as error:
         needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         if 2 * needed > _free_memory():
@@ -117,8 +132,69 @@ def _traced(task: Task, batch: Any, bfloat16: bool) -> tuple[FakeTensorMode | No
     made = initial_state(task, 0)
     assert isinstance(made, nn.Module)
     share_batch_norms(made, None, MicroBatch())
-    with isolated_randomness(0, torch.device("cpu")):
-        return None, made, trace(task, None, made, batch, bfloat16)
+    with isolated_randomness(0, _CPU):
+        traced = _settled(trace(task, None, made, batch, bfloat16), task, None, made, batch)
+    return None, made, traced, called_sometimes(task, None, made, batch, traced)
+
+
+def _host_generators() -> str:
+    """The state of Python's and NumPy's generators, which a pass on tensors without values can ask too."""
+    return repr((random.getstate(), np.random.get_state(legacy=False)))
+
+
+def _settled(traced: Trace, task: Task, mode: FakeTensorMode | None, model: nn.Module, batch: Any) -> Trace:
+    """The trace with what every pass changes: tables that the first one alone makes are no change."""
+    if traced.rewritten:
+        traced.rewritten = trace(task, mode, model, batch).rewritten
+    return traced
+
+
+def called_sometimes(
+    task: Task, mode: FakeTensorMode | None, model: nn.Module, batch: Any, traced: Trace
+) -> str:
+    """The name of a module that another pass calls more or less often than the traced one; empty without.
+
+    Tried are eight seeds, real models on single examples too, and with single random numbers, by which layers
+    are left out, as small and as large as they can be.
+    """
+    usual = Counter(call.name for call in traced.calls)
+    ways: list[tuple[Any, float | None]] = [(batch, None)] * 8
+    if mode is None:
+        ways += [(batch, 0.0), (batch, _LARGEST)]
+        ways += [(tree_map_only(Tensor, partial(_one, place=i), batch), None) for i in range(traced.examples)]
+    for seed, (given, value) in enumerate(ways, 1):
+        try:
+            with (
+                quietly(),
+                isolated_randomness(seed, _CPU),
+                nullcontext() if value is None else _Chance(value),
+            ):
+                calls = Counter(call.name for call in trace(task, mode, model, given).calls)
+        except Exception:  # noqa: BLE001 - of a single example some layers take no statistics
+            continue
+        if odd := (calls - usual) + (usual - calls):
+            return min(odd)
+    return ""
+
+
+def _one(tensor: Tensor, place: int) -> Tensor:
+    return tensor[place : place + 1] if tensor.dim() else tensor
+
+
+class _Chance(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Single random numbers between 0 and 1 have one value."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._value = value
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        uniform = func._schema.name.removeprefix("aten::") in ("rand", "rand_like", "uniform_", "uniform")
+        if uniform and isinstance(output, Tensor) and output.numel() == 1:
+            output.fill_(self._value)
+        return output
 
 
 def _free_memory() -> int:
@@ -232,10 +308,16 @@ def _cannot_draw(whole: Trace, part: Trace) -> str:
     return ""
 
 
-def _no_pipeline(task: Task, anatomy: Anatomy, data: Any, batch: Any, *, real: bool) -> str:
+def _no_pipeline(
+    task: Task, anatomy: Anatomy, data: Any, batch: Any, traced: Trace, varies: str, *, real: bool
+) -> str:
     """Why neither the data nor the model can go through stages; `real`: it had to run on tensors' values."""
     if count_examples(data) is None:
         return NOT_STREAMED
+    if traced.whole_calls > 1:
+        return f"the loss calls the model {traced.whole_calls} times, and a pipeline runs it once"
+    if varies:
+        return f"whether {varies} is called depends on chance"
     return _VALUES if real else cannot_pipeline(task, anatomy, batch)
 
 

@@ -44,7 +44,8 @@ def take_kernels(optimizer: torch.optim.Optimizer) -> None:
         odd = group.get("differentiable") or any(not p.is_floating_point() for p in group["params"])
         if chosen or odd or "foreach" not in group:
             continue
-        fused = type(optimizer) in _FUSED
+        # The fused kernel of SGD ends where a parameter's first gradient comes later than another's.
+        fused = type(optimizer) in _FUSED and not group.get("momentum")
         group["fused"] = True if fused else group.get("fused")
         group["foreach"] = not fused
 

@@ -16,6 +16,7 @@ from roundtable.cluster.choice.search import HEADROOM
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.text_collectives import broadcast_text
+from roundtable.cluster.plan.candidates import refuse_pieces
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.memory_estimate import ModelProbe, estimate, with_momentum
 from roundtable.cluster.plan.model_probe import probe_model
@@ -86,14 +87,15 @@ def lightened(
 ) -> tuple[ClusterPlan, Strategy]:
     """(the plan, its strategy) after so many times out of memory: half the micro-batch each time.
 
-    From a micro-batch of 1 on the next plan is taken, which needs less memory than the one that failed was
-    thought to. Raises ResourceError where no plan needs less.
+    From a micro-batch of 1 on, or of what the model must run at once, the next plan is taken, which needs
+    less memory than the one that failed was thought to. Raises ResourceError where no plan needs less.
     """
     plan = make_plan(probe, resources, job, table, links)
     strategy = plan.strategy
     for _ in range(failures):
-        if strategy.micro_batch > 1:
-            strategy = strategy.halved()
+        halved = strategy.halved()
+        if strategy.micro_batch > 1 and not refuse_pieces(probe, halved, job.algorithm.batch_size):
+            strategy = halved
             continue
         accumulated = -(-job.algorithm.batch_size // strategy.mesh.data)
         found = with_momentum(probe, make_algorithm(job.algorithm).step().momentum)

@@ -1,0 +1,157 @@
+"""Models whose passes do more than compute are trained as one process does, or refused with the reason."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cluster_plans import plan
+from odd_models import (
+    Clamped,
+    Late,
+    LeftOut,
+    Odd,
+    RunningMean,
+    Words,
+    by_torch,
+    instance_norm,
+    job,
+    spectral,
+    trained,
+)
+from ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+
+from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.choice.planner import make_plan
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.plan.links import Links
+from roundtable.cluster.plan.memory_estimate import ModelProbe
+from roundtable.cluster.plan.model_probe import probe_model
+from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.train.group_plan import lightened
+from roundtable.core.errors import ConfigError, ResourceError, TaskError
+from roundtable.core.task import Site
+
+
+def looked_over(task: Odd) -> ModelProbe:
+    data, _ = task.data(Site("silo"))
+    return probe_model(task, data, device="cpu")
+
+
+def planned(task: Odd, **strategy: Any) -> Strategy:
+    table = ClusterTable.model_validate({"strategy": strategy})
+    return make_plan(looked_over(task), Resources(1, 2, 1 << 40, "cpu"), job(), table).strategy
+
+
+def normalised_embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(64, 8, max_norm=1.0), nn.Flatten(), nn.Linear(40, 4))
+
+
+OWN = "takes statistics over a batch in a way of its own"
+REFUSED: list[tuple[str, Odd, dict[str, Any], str]] = [
+    (
+        "accumulated",
+        Odd(spectral),
+        {"micro_batch": 2},
+        r"changes 0\.param.*4 examples of a batch must run at once",
+    ),
+    ("own statistics", Odd(RunningMean), {"data_parallel": "ddp"}, "the model " + OWN),
+    ("sharded", Odd(RunningMean), {"data_parallel": "zero3"}, "the model " + OWN),
+    ("instances", Odd(instance_norm), {"data_parallel": "ddp"}, "1 " + OWN),
+    ("norms", Words(normalised_embedding), {"data_parallel": "ddp"}, r"writes to 0\.weight"),
+    ("clamped copies", Odd(Clamped), {"data_parallel": "zero3"}, r"writes to head\.weight"),
+    ("clamped parts", Odd(Clamped), {"micro_batch": 2}, r"changes head\.weight"),
+    ("by chance", Odd(by_torch), {"data_parallel": "zero3"}, "whether layers.* is called depends on"),
+    (
+        "Python's",
+        Odd(lambda: LeftOut(random.random)),
+        {"data_parallel": "zero2"},
+        "whether layers.* is called",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "said"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
+)
+def test_what_ranks_would_do_otherwise_is_refused(task: Odd, strategy: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        planned(task, **strategy)
+
+
+def test_what_is_exact_or_chosen_is_allowed() -> None:
+    assert planned(Odd(spectral), data_parallel="zero2").micro_batch == 4
+    assert planned(Odd(Clamped), data_parallel="ddp").micro_batch == 4
+    assert planned(Odd(RunningMean), data_parallel="ddp", micro_batch=2, batch_norm="local").micro_batch == 2
+    # A table that one pass makes and the others read is no change.
+    assert planned(Odd(Late), data_parallel="zero3", micro_batch=2).micro_batch == 2
+    assert planned(Odd(by_torch), data_parallel="ddp").unused
+
+
+def test_ranks_have_one_process_s_weights_and_each_other_s() -> None:
+    whole = plan("zero2", 4, fsdp=2)
+    chance = plan("ddp", 2, dp=2)
+    cases = [(spectral, whole), (Clamped, plan("ddp", 4, dp=2)), (by_torch, replace(chance, unused=True))]
+    first, second = run_ranks(trained, 2, cases)
+    assert [gap < 1e-12 for _, gap in first[:2]] == [True, True]
+    # Each rank leaves out other layers: only their mean can be compared.
+    weights, others = first[2][0], second[2][0]
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_what_must_run_at_once_is_not_halved_when_memory_ran_out() -> None:
+    probe = looked_over(Odd(spectral))
+    resources, links = Resources(1, 1, 1 << 40, "cpu"), Links("", 1, 0.0, {}, {})
+    table = ClusterTable.model_validate({"strategy": {"data_parallel": "none"}})
+    with pytest.raises(ResourceError, match="ran out of memory with one device, micro-batch 8"):
+        lightened(probe, resources, job(), table, links, 1)
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(12, 4)
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 4))
+
+
+NOT_MODELS: list[tuple[Callable[[], Odd], str]] = [
+    (lambda: Odd(hooked), r"weight has a hook on its gradient"),
+    (lambda: Words(lambda: nn.Embedding(64, 4, sparse=True)), "sparse gradients"),
+    (lambda: Odd(lambda: nn.Linear(12, 4).requires_grad_(False)), "no parameters to train"),
+    (lambda: Odd(dict), r"model\(\) returned a dict"),
+    (lambda: Odd(perceptron, lambda model, batch: None), "must return a scalar tensor, not NoneType"),
+    (
+        lambda: Odd(perceptron, lambda model, batch: model(batch[0])[:, 0]),
+        r"must return a scalar tensor, not \[3\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), NOT_MODELS)
+def test_what_no_cluster_trains_is_a_sentence(make: Callable[[], Odd], said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        looked_over(make())
+
+
+def test_what_has_no_dimension_is_not_sharded_and_two_calls_go_through_no_pipeline() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(12, 4)
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+    with pytest.raises(ConfigError, match="scale has no dimension to share out"):
+        planned(Odd(Scaled), data_parallel="zero3")
+    twice = Odd(
+        lambda: nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 4)),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]) + model(-batch[0]).square().mean(),
+    )
+    assert "calls the model 2 times" in looked_over(twice).cannot_pipeline

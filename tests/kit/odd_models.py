@@ -1,0 +1,148 @@
+"""Models whose passes do more than compute: they keep something, write to weights, or leave parts out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from architectures import CLASSES, EXAMPLES, Table
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from roundtable.client.training.local_training import train
+from roundtable.client.training.local_work import LocalWork
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.train.rank_trainer import RankTrainer
+from roundtable.cluster.train.round_reports import RoundProgress
+from roundtable.core import JobConfig, Layout
+from roundtable.core.task import Site, initial_state
+
+_ROWS = 12
+
+
+class RunningMean(nn.Module):
+    """Subtracts a mean of the inputs that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(_ROWS, CLASSES)
+        self.register_buffer("mean", torch.zeros(_ROWS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return self.head(x - self.mean)
+
+
+class Clamped(nn.Module):
+    """Keeps its weights above zero by writing to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(_ROWS, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head.weight.data.clamp_(min=0.0)
+        return self.head(x)
+
+
+class Late(nn.Module):
+    """Makes a table in its first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(_ROWS, CLASSES)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) != x.shape[1]:
+            self.table = torch.arange(x.shape[1], dtype=x.dtype)
+        return self.head(x * self.table)
+
+
+class LeftOut(nn.Module):
+    """Leaves layers out by chance, drawn by torch or by Python."""
+
+    def __init__(self, chance: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(_ROWS, _ROWS) for _ in range(4))
+        self.head = nn.Linear(_ROWS, CLASSES)
+        self._chance = chance
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self._chance() > 0.5:
+                x = x + layer(x)
+        return self.head(x)
+
+
+class Odd(Table):
+    """A task with such a model; `loss` may be another."""
+
+    def __init__(self, make: Any, loss: Any = None) -> None:
+        self._make, self._loss = make, loss
+
+    def model(self) -> Any:
+        made = self._make()
+        return made.double() if isinstance(made, nn.Module) else made
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if self._loss is not None:
+            return self._loss(model, batch)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Words(Odd):
+    """With whole numbers as inputs."""
+
+    def data(self, site: Any) -> Any:
+        generator = torch.Generator().manual_seed(5)
+        words = torch.randint(64, (EXAMPLES, 5), generator=generator)
+        return (words, torch.randint(CLASSES, (EXAMPLES,), generator=generator)), None
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(_ROWS, 16)), nn.Linear(16, CLASSES)
+    )
+
+
+def instance_norm() -> nn.Module:
+    layer = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (3, 4)), layer, nn.Flatten(), nn.Linear(_ROWS, CLASSES))
+
+
+def by_torch() -> nn.Module:
+    return LeftOut(lambda: torch.rand(()))
+
+
+def job() -> JobConfig:
+    table = {"name": "fedavg", "steps": 3, "batch_size": 8, "learning_rate": 0.05, "momentum": 0.9}
+    return JobConfig.model_validate({"task": "t", "seed": 3, "algorithm": table})
+
+
+def trained(rank: int, cases: list[tuple[Any, Strategy]]) -> list[tuple[dict[str, Tensor], float]]:
+    """Each task's weights on this rank after a round, and the largest difference from one process's."""
+    found = []
+    for make, strategy in cases:
+        task = Odd(make)
+        model = initial_state(task, 3)
+        assert isinstance(model, nn.Module)
+        layout = Layout.of(model)
+        start = layout.flatten(model).clone()
+        data, _ = task.data(Site("silo"))
+        meshes = Meshes(strategy.mesh, "cpu")
+        trainer = RankTrainer(task, job(), layout, strategy, meshes, torch.device("cpu"), "silo")
+        trainer.load(start.clone(), {})
+        trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: None)
+        train(task, model, data, LocalWork(job(), layout, start, 1, "silo"))
+        alone = dict(model.named_parameters())
+        own = {
+            name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
+            for name, each in trainer.replica.tensors()
+        }
+        gap = max(float((own[name] - each).abs().max()) for name, each in alone.items())
+        found.append((own, gap))
+    return found
