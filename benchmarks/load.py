@@ -246,7 +246,7 @@ def coordinator(
     try:
         yield psutil.Process(process.pid)
     finally:
-        if process.poll() not in (None, -signal.SIGKILL):
+        if process.poll() not in (None, 0, -signal.SIGKILL):
             said = (folder / "coordinator.log").read_text(errors="replace")[-2000:]
             print(f"the coordinator ended by itself with status {process.returncode}:\n{said}", flush=True)
         process.terminate()
