@@ -799,6 +799,7 @@ class Client(google.protobuf.message.Message):
     DRAINED_FIELD_NUMBER: builtins.int
     DISABLED_FIELD_NUMBER: builtins.int
     LINK_FIELD_NUMBER: builtins.int
+    CERTIFICATE_ENDS_FIELD_NUMBER: builtins.int
     name: builtins.str
     online: builtins.bool
     state: builtins.str
@@ -811,6 +812,8 @@ class Client(google.protobuf.message.Message):
     """Why its silo takes no new rounds, in the silo's words; empty where it takes them."""
     disabled: builtins.str
     """Why operators have disabled it; empty where they have not."""
+    certificate_ends: builtins.float
+    """Unix time at which the certificate ends by which it is connected; 0 where it is not."""
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -837,9 +840,10 @@ class Client(google.protobuf.message.Message):
         drained: builtins.str = ...,
         disabled: builtins.str = ...,
         link: global___Link | None = ...,
+        certificate_ends: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["link", b"link"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["completed", b"completed", "devices", b"devices", "disabled", b"disabled", "drained", b"drained", "last_seen", b"last_seen", "link", b"link", "metadata", b"metadata", "name", b"name", "online", b"online", "selected", b"selected", "state", b"state", "tasks", b"tasks", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["certificate_ends", b"certificate_ends", "completed", b"completed", "devices", b"devices", "disabled", b"disabled", "drained", b"drained", "last_seen", b"last_seen", "link", b"link", "metadata", b"metadata", "name", b"name", "online", b"online", "selected", b"selected", "state", b"state", "tasks", b"tasks", "version", b"version"]) -> None: ...
 
 global___Client = Client
 

@@ -59,9 +59,11 @@ _HTTP = {
 class Application:
     """The page of one active coordinator."""
 
-    def __init__(self, behind: BehindThePage, secure: bool) -> None:
+    def __init__(self, behind: BehindThePage, secure: bool, grafana: str = "") -> None:
+        """`grafana`: where the metrics' dashboard is, if there is one."""
         self._behind = behind
         self._secure = secure
+        self._grafana = grafana
         self._cookie = "__Host-roundtable" if secure else "roundtable"
         self._live = LiveTopics(behind.calls)
         self._streams: Counter[str] = Counter()
@@ -114,6 +116,7 @@ class Application:
         who = (await self._must_be(request)).who
         may = sorted(name for name, permission in PERMISSIONS.items() if who.role in permission.callers)
         values = {"role": who.role, "name": who.name, "may": may, "expires": _finite(who.expires)}
+        values["grafana"] = self._grafana
         return JSONResponse({**values, "forgery_token": forgery_token(request.cookies[self._cookie])})
 
     async def _read(self, request: Request) -> Response:

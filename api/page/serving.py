@@ -39,7 +39,7 @@ class CoordinatorDashboard:
         hosts = {*LOCAL, *table.hosts, table.listen.rpartition(":")[0].strip("[]")}
         if table.tls:
             hosts |= _names_in(certificate)
-        self._application = Application(behind, table.tls)
+        self._application = Application(behind, table.tls, table.grafana)
         self._server = WebServer(
             self._application.app, hosts, _context(certificate, key) if table.tls else None
         )

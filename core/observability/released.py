@@ -287,7 +287,10 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.SILO, "done total loss figures"),
     },
     "Client": {
-        **_of(Tells.PUBLIC, "name online version tasks metadata devices last_seen drained disabled"),
+        **_of(
+            Tells.PUBLIC,
+            "name online version tasks metadata devices last_seen drained disabled certificate_ends",
+        ),
         # Of jobs whose cohorts are no secret: an estimate that moves says that its silo took part.
         **_of(Tells.COHORT, "state selected completed link"),
     },

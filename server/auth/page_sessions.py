@@ -66,6 +66,9 @@ class DashboardTable(Table):
         default_factory=list,
         description="names under which browsers reach the page, besides those in its certificate",
     )
+    grafana: str = Field(
+        "", description="address of the dashboard of metrics in Grafana, which the page links to: https://…"
+    )
     idle: Seconds = Field(
         28800.0, ge=60, le=604800, description="after so long without use one has to sign in again"
     )
@@ -79,6 +82,13 @@ class DashboardTable(Table):
         host, _, port = value.rpartition(":")
         if value and not (host and port.isdigit() and int(port) <= 65535):
             raise ValueError(f"{value!r} is not host:port, for example 0.0.0.0:7445")
+        return value
+
+    @field_validator("grafana")
+    @classmethod
+    def _leads_to_a_page(cls, value: str) -> str:
+        if value and not (value.startswith(("https://", "http://")) and value.isprintable()):
+            raise ValueError(f"{value!r} is no address of a page: it begins with https://")
         return value
 
     @model_validator(mode="after")

@@ -152,8 +152,8 @@ def link_to(link: LinkEstimate) -> operator_pb2.Link | None:
     )
 
 
-def client_to(row: AgentRow, online: bool, state: str) -> operator_pb2.Client:
-    """An agent as operators see it."""
+def client_to(row: AgentRow, online: bool, state: str, ends: float = 0.0) -> operator_pb2.Client:
+    """An agent as operators see it; `ends` is when its certificate does, of one that is connected."""
     metadata: Mapping[str, str] = row.metadata
     return operator_pb2.Client(
         name=row.name,
@@ -169,6 +169,7 @@ def client_to(row: AgentRow, online: bool, state: str) -> operator_pb2.Client:
         drained=row.drained,
         disabled=row.disabled,
         link=link_to(row.link),
+        certificate_ends=ends,
     )
 
 

@@ -325,8 +325,8 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         # Whether it works would tell that it was drawn.
         state = session.state if secret.isdisjoint(row.tasks) else "available"
         # A session is heard of by a clock without a date; the row knows when it began.
-        heard = self._services.clock() - (time.monotonic() - session.heard)
-        return to_operators.client_to(replace(row, last_seen=heard), True, state)
+        row = replace(row, last_seen=self._services.clock() - (time.monotonic() - session.heard))
+        return to_operators.client_to(row, True, state, session.shown.lifetime.expires)
 
     def _job(self, row: JobRow) -> operator_pb2.Job:
         sizes = self._size(row.model), self._size(row.best_model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from roundtable.server import ServerConfig
         ({"listen": "nonsense"}, "is not host:port"),
         ({"listen": "0.0.0.0:7445", "tls": False}, "this machine itself alone"),
         ({"certificate": "page.crt"}, "certificate and key go together"),
+        ({"grafana": "javascript:alert(1)"}, "is no address of a page"),
     ],
 )
 def test_mistakes_are_named(
@@ -26,6 +28,17 @@ def test_mistakes_are_named(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         settings(**values)
+
+
+async def test_the_page_links_to_the_metrics_and_back(settings: Callable[..., ServerConfig]) -> None:
+    place = "https://grafana.example.org/d/roundtable"
+    async with page_world(settings(grafana=place)) as world:
+        browser = world.browser()
+        await browser.sign_in(world.tokens["viewer"])
+        assert (await browser.ask("GET", "/api/session")).values["grafana"] == place
+    board = json.loads((Path(__file__).parents[2] / "deploy/grafana/roundtable.json").read_text())
+    assert [link["url"] for link in board["links"]] == ["${page}"]
+    assert "page" in [each["name"] for each in board["templating"]["list"]]
 
 
 async def test_an_address_that_is_taken_and_a_certificate_that_is_none(

@@ -84,6 +84,7 @@ document.getElementById("sign-out")?.addEventListener("click", async () => {
 try {
   await begin();
   say(/** @type {HTMLElement} */ (document.getElementById("who")), `${session.name} (${session.role})`);
+  if (session.grafana) document.querySelector("nav")?.append(h("a", { href: session.grafana, target: "_blank", rel: "noreferrer" }, "Grafana ↗"));
   show();
 } catch (error) {
   fill(main, h("p", { class: "problem", role: "alert" }, `The page could not begin: ${error instanceof Error ? error.message : error}`));

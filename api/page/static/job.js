@@ -25,6 +25,8 @@ export function job(id) {
   const protection = h("div");
   const contributions = h("div");
   const settings = h("div");
+  const sent = h("div");
+  const setups = h("div");
   const artifacts = h("div");
   const events = h("ul", { class: "events long", tabindex: "0", "aria-label": "Events" });
   const word = /** @type {HTMLInputElement} */ (h("input", { id: "event-filter", type: "search", placeholder: "kind, silo or words" }));
@@ -53,6 +55,8 @@ export function job(id) {
     h("section", {}, h("h2", {}, "Curves"), stretch.node, charts),
     h("section", {}, h("h2", {}, "Silos at work"), cohort.node),
     h("section", {}, h("h2", {}, "Who contributed"), contributions),
+    h("section", {}, h("h2", {}, "Updates and models on the way"), sent),
+    h("section", {}, h("h2", {}, "What silos train on"), setups),
     h("section", {}, h("h2", {}, "Privacy"), protection),
     h("section", {}, h("h2", {}, "Events"), h("div", { class: "bar" }, h("label", { for: "event-filter" }, "Show"), word), events),
     h("section", {}, h("h2", {}, "Models"), artifacts),
@@ -80,6 +84,8 @@ export function job(id) {
         kept = await read(`/api/job/${encodeURIComponent(id)}`);
         configuration();
       }
+      fill(sent, transfersOf(kept.rounds.at(-1)));
+      fill(setups, setupsOf(kept.setups ?? []));
       kept.job = rows(topic, "job")[""] ?? kept.job;
       models();
       newest = kept.rounds.at(-1)?.round ?? 0;
@@ -215,6 +221,27 @@ export function job(id) {
   load();
   guard();
   return { title: "Job", node, topics: [topic], update, close: () => drawn.forEach((chart) => chart.close()) };
+}
+
+/** What the updates of a round took, and how they were encoded. @param {any} round */
+function transfersOf(round) {
+  const told = round?.transfers;
+  if (!told) return h("p", { class: "empty" }, "No round has told it yet, or the job's level of privacy withholds it.");
+  const line = (/** @type {string} */ name, /** @type {number} */ size, /** @type {number} */ plain) => h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "number" }, bytes(size)), h("td", { class: "number" }, bytes(plain)), h("td", { class: "number" }, size ? `${number(plain / size)} ×` : "–"));
+  const encodings = Object.entries(told.encodings).map(([name, count]) => `${name} (${count})`).join(", ");
+  return [
+    h("table", {}, h("caption", {}, `Round ${round.round}, all silos together`), h("thead", {}, h("tr", {}, ["Way", "Bytes", "Without encoding", "Smaller by"].map((text, at) => h("th", { scope: "col", class: at ? "number" : "" }, text)))), h("tbody", {}, line("updates, up", told.up, told.up_plain), told.down ? line("models, down", told.down, told.down_plain) : null)),
+    h("p", {}, encodings ? `Encodings that were chosen: ${encodings}. ` : "", told.error === null ? "" : `Relative error of encoding: ${number(told.error)}.`),
+  ];
+}
+
+/** Machines, devices and plans, as silos tell them; of each the newest. @param {any[]} told */
+function setupsOf(told) {
+  const newest = [...new Map(told.map((each) => [each.client, each])).values()];
+  if (!newest.length) return h("p", { class: "empty" }, "No silo has told it yet, or the job's level of privacy withholds it.");
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "What silos train on" }, h("table", {}, h("caption", {}, "The newest word of each silo"),
+    h("thead", {}, h("tr", {}, ["Silo", "Since round", "Machines", "Ranks", "Device", "Memory of each", "Plan"].map((text) => h("th", { scope: "col" }, text)))),
+    h("tbody", {}, newest.map((each) => h("tr", {}, h("th", { scope: "row" }, each.client), h("td", { class: "number" }, each.round), h("td", { class: "number" }, each.machines), h("td", { class: "number" }, each.ranks), h("td", {}, each.device), h("td", { class: "number" }, Number(each.memory) ? bytes(each.memory) : "–"), h("td", {}, `${each.plan} ${Object.entries(each.degrees).map(([name, size]) => `${name} ${size}`).join(", ")}`))))));
 }
 
 /** Two fields for a stretch of rounds. @param {(first: number, last: number) => void} chosen */

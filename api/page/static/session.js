@@ -1,8 +1,8 @@
 // @ts-check
 // Who is signed in, and what the page asks of the coordinator.
 
-/** @type {{role: string, name: string, may: string[], forgery_token: string}} */
-export let session = { role: "", name: "", may: [], forgery_token: "" };
+/** @type {{role: string, name: string, may: string[], forgery_token: string, grafana: string}} */
+export let session = { role: "", name: "", may: [], forgery_token: "", grafana: "" };
 
 export async function begin() {
   session = await read("/api/session");

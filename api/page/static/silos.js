@@ -1,7 +1,7 @@
 // @ts-check
 // Every silo that the coordinator knows: whether it is here, what it can do, and how it has kept its word.
 import { fill, h, Table } from "/static/dom.js";
-import { when } from "/static/format.js";
+import { bytes, number, when } from "/static/format.js";
 import { rows } from "/static/live.js";
 import { ask, badge, problemOf } from "/static/parts.js";
 import { may } from "/static/session.js";
@@ -18,10 +18,12 @@ export function silos() {
       { title: "State", cell: (silo) => badge(silo.state) },
       { title: "Last heard of", cell: (silo) => (silo.online ? "now" : when(silo.last_seen)) },
       { title: "Updates that counted", number: true, cell: (silo) => (silo.selected ? `${silo.completed} of ${silo.selected}` : "–") },
+      { title: "Line, up and down", cell: (silo) => lineOf(silo.link) },
       { title: "Tasks", cell: (silo) => silo.tasks.join(", ") },
       { title: "Devices", cell: (silo) => silo.devices.join(", ") },
       { title: "Says of itself", cell: (silo) => Object.entries(silo.metadata).map(([key, value]) => `${key}=${value}`).join(", ") },
       { title: "Version", cell: (silo) => silo.version },
+      { title: "Certificate ends", cell: (silo) => h("span", { class: "nowrap" }, silo.certificate_ends ? when(silo.certificate_ends) : "–") },
       { title: "Held back", cell: (silo) => [silo.drained && `drained: ${silo.drained}`, silo.disabled && `disabled: ${silo.disabled}`].filter(Boolean).join("; ") },
       { title: "Change", cell: action },
     ],
@@ -44,6 +46,13 @@ export function silos() {
   word.addEventListener("input", update);
   const bar = h("div", { class: "bar" }, h("label", { for: "silo-filter" }, "Show"), word);
   return { title: "Silos", node: h("div", {}, h("h1", {}, "Silos"), problem, bar, table.node), topics: [TOPIC], update };
+}
+
+/** What was measured of a silo's line over its rounds. @param {any} link */
+function lineOf(link) {
+  if (!link?.up && !link?.down) return "–";
+  const rate = (/** @type {number} */ value) => (value ? `${bytes(value)}/s` : "–");
+  return `${rate(link.up)}, ${rate(link.down)}${link.round_trip ? `; ${number(1000 * link.round_trip)} ms` : ""}`;
 }
 
 /** @param {any} silo */

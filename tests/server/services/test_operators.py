@@ -16,6 +16,7 @@ from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, running
 
 from roundtable.core import parse_job
+from roundtable.core.identity.certificates import certificates_in
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.proto.common_pb2 import Artifact
 from roundtable.server import Coordinator, ServerConfig
@@ -217,6 +218,8 @@ async def test_status_and_clients(coordinator: Coordinator, operator: Operator, 
         (client,) = (await operator.stub.ListClients(operator_pb2.ListClientsRequest())).clients
         assert (client.name, client.online, client.metadata["region"]) == ("birch", True, "north")
         assert (client.selected, client.completed, list(client.tasks)) == (2, 2, ["t"])
+        own = certificates_in((certificates / "birch" / "node.crt").read_bytes(), "birch")[0]
+        assert client.certificate_ends == own.not_valid_after_utc.timestamp()
         work.cancel()
 
 
