@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roundtable.core.errors import TaskError
+from roundtable.core.measures.columns import why_not_a_metric
 from roundtable.core.measures.families import is_cell
 
 log = logging.getLogger("roundtable.metrics")
@@ -23,17 +24,26 @@ def add(sums: Metrics, more: Mapping[str, tuple[float, int]]) -> None:
         sums[name] = (old[0] + value, old[1] + count)
 
 
-def checked(metrics: Any, task: object, reserved: str | None = None) -> Metrics:
-    """What a task reported, as plain numbers; TaskError for any other form or for the name `reserved`."""
+def as_sums(metrics: Any, task: object) -> Metrics:
+    """What a task or script reported, as plain numbers; TaskError for any other form."""
     try:
-        numbers = {str(name): (float(total), int(count)) for name, (total, count) in metrics.items()}
+        return {str(name): (float(total), int(count)) for name, (total, count) in metrics.items()}
     except (TypeError, ValueError, AttributeError) as error:
         raise TaskError(
             f"the metrics of {type(task).__name__} must be {{name: (sum, count)}}, for example "
             f"{{'accuracy': (correct, total)}}: {error}"
         ) from error
+
+
+def checked(metrics: Any, task: object, reserved: str | None = None) -> Metrics:
+    """What a task measured of a model, as plain numbers; TaskError for any other form, and for the name
+    `reserved` or that of a column that tables of results have anyway."""
+    numbers = as_sums(metrics, task)
     if reserved in numbers:
         raise TaskError(f"{type(task).__name__}.metrics() may not use the name {reserved!r}: it is the loss")
+    for name in numbers:
+        if why := why_not_a_metric(name):
+            raise TaskError(f"the metrics of {type(task).__name__}: {why}")
     return numbers
 
 

@@ -18,7 +18,7 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, its_turn, write_remembering
 from roundtable.client.training.arrays import arrays_of, state_of
 from roundtable.client.training.local_training import check_evaluation, check_privacy
-from roundtable.client.training.metrics import Metrics, checked
+from roundtable.client.training.metrics import Metrics, as_sums, checked
 from roundtable.client.training.private_training import add_own_noise
 from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.worker.silo_state import SiloState
@@ -239,6 +239,6 @@ def _sums(metrics: Mapping[str, Any], examples: int) -> Metrics:
         for name, value in metrics.items()
     }
     try:
-        return checked(pairs, metrics)
+        return as_sums(pairs, metrics)
     except TaskError as error:
         raise TaskError("metrics of submit() are numbers, or (sum, count) pairs") from error

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from roundtable.core.errors import ConfigError
+from roundtable.core.measures.columns import why_not_a_metric
 from roundtable.core.measures.expressions import Expression, parse_expression
 from roundtable.core.toml_tables import Name
 
@@ -18,6 +19,8 @@ MOST = 64
 
 def _checked(metrics: Mapping[str, str]) -> Mapping[str, str]:
     for name, text in metrics.items():
+        if why := why_not_a_metric(name):
+            raise ValueError(f"{name}: {why}")
         try:
             found = parse(text)
         except ValueError as error:

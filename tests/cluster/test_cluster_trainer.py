@@ -67,7 +67,7 @@ async def test_ranks_tell_the_task_of_its_round_as_one_process_does(tmp_path: Pa
     )
     code = code.replace(
         'return {"accuracy":',
-        'return {"told": (context.seed("x") % 97, 1), "round": (context.round, 1),'
+        'return {"told": (context.seed("x") % 97, 1), "of_round": (context.round, 1),'
         ' "steps": (context.steps, 1), "accuracy":',
     )
     silo = Silo(tmp_path, code=code)
@@ -79,8 +79,8 @@ async def test_ranks_tell_the_task_of_its_round_as_one_process_does(tmp_path: Pa
             assert torch.allclose(silo.update(f"round-{round}"), silo.alone(round), atol=1e-6)
         metrics = await trainer.evaluate(silo.work(round=2, phase="evaluate"), watched([]))
     assert before == metrics
-    batches, told = metrics["round"][1], Context("toy", 2, "alder", job_seed=3).seed("x") % 97
-    assert [metrics[name][0] / batches for name in ("round", "steps", "told")] == [2, 0, told]
+    batches, told = metrics["of_round"][1], Context("toy", 2, "alder", job_seed=3).seed("x") % 97
+    assert [metrics[name][0] / batches for name in ("of_round", "steps", "told")] == [2, 0, told]
 
 
 async def test_the_end_of_a_job_removes_its_checkpoints_and_no_others(tmp_path: Path) -> None:

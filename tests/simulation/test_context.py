@@ -43,7 +43,7 @@ def test_an_evaluation_is_told_its_round_and_site(backend: str) -> None:
         for site, metrics in clients.items():
             means = {name: total / count for name, (total, count) in metrics.items()}
             expected = Context(NAME, number, site, job_seed=5)
-            assert means["round"] == number
+            assert means["of_round"] == number
             assert means["steps"] == 0
             assert means["stream"] == expected.seed("x") % 97
             assert means["site"] == int(site.removeprefix("client-"))

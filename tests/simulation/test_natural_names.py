@@ -13,6 +13,7 @@ import torch
 from roundtable.cli.main import run as run_command
 from roundtable.core import parse_job
 from roundtable.core.errors import ConfigError, StorageError, TaskError
+from roundtable.core.measures.columns import COLUMNS
 from roundtable.simulation import Progress, Result, describe_partition, simulate
 from roundtable.simulation.world.natural_names import NaturalNames, checked_names
 from roundtable.simulation.world.partition import make_partition
@@ -182,3 +183,26 @@ def test_names_in_a_sentence_are_whole_words() -> None:
         "Mayo, Ulm and client-123 of myclient-1"
     )
     assert checked_names(SITES, 3) == tuple(SITES)
+
+
+@pytest.mark.parametrize("name", ["client", "client_name", "round", "model"])
+def test_no_metric_overwrites_a_column(tmp_path: Path, name: str) -> None:
+    """Neither one that a task measures nor one that a job works out of others; and before anything trains."""
+
+    class Overwrites(Named):
+        def metrics(self, model, batch):
+            return {name: (1.0, len(batch[1]))}
+
+    notes: list[Progress] = []
+    with pytest.raises(TaskError, match=f"{name!r} is a column .* call it another name, such as 'my_{name}'"):
+        run(Overwrites(SITES), tmp_path / "run", progress=notes.append)
+    assert not any(step.kind == "round" for step in notes)
+    with pytest.raises(ConfigError, match=f"{name!r} is a column"):
+        parse_job(f'task = "t"\n[metrics]\n{name} = "2*loss"\n')
+
+
+def test_every_column_of_the_tables_is_one_that_no_metric_takes() -> None:
+    result = run(Named(SITES))
+    known = COLUMNS | {"loss", "accuracy"}
+    for table in (result.history, result.clients):
+        assert {name for row in table for name in row if not name.startswith(("train_", "before_"))} <= known

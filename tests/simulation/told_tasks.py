@@ -33,7 +33,7 @@ class ToldWhenMeasured(Task):
         assert context.job == NAME
         assert context.device.type == "cpu"
         return {
-            "round": (context.round, 1),
+            "of_round": (context.round, 1),
             "steps": (context.steps or 0, 1),
             "stream": (context.seed("x") % 97, 1),
             "site": (int(context.site.removeprefix("client-")), 1),
