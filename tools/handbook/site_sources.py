@@ -54,7 +54,10 @@ def _pages(entries: list[Any], section: str) -> Iterator[tuple[str, str]]:
 
 def _without_links_out(file: Path, text: str) -> str:
     def kept(found: re.Match[str]) -> str:
-        target = found[3].partition("#")[0]
+        target, _, anchor = found[3].partition("#")
+        if anchor and "--" in anchor and not re.match(r"[a-z]+:", found[3]):
+            # Dashes that stand together are one in the site's anchors, and are kept where sources are shown.
+            return f"{found[1]}[{found[2]}]({target}#{re.sub('-+', '-', anchor)})"
         if re.match(r"[a-z]+:", found[3]) or not target or _is_page(file.parent / target):
             return found[0]
         return found[2]
