@@ -330,14 +330,14 @@ global___Hello = Hello
 
 @typing.final
 class Passage(google.protobuf.message.Message):
-    """A silo's word that a relay may speak for it. The coordinator believes no relay without."""
+    """A silo's word that relays may speak for it. The coordinator, and a relay above, believe no relay without."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RELAY_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
     relay: builtins.str
-    """The relay's name, as the root has certified it."""
+    """The relays' names, as the root has certified them, from the silo to the coordinator, with "/" between them."""
     signature: builtins.bytes
     """The silo's Ed25519 signature over core.signing's statement of this passage: silo, relay, installation."""
     def __init__(

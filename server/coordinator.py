@@ -46,7 +46,7 @@ from roundtable.server.services.agents import AgentService
 from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.local_calls import LocalCalls
 from roundtable.server.services.operators import OperatorService
-from roundtable.server.services.relays import RelayService
+from roundtable.server.services.relays import AboveAll, RelayService
 from roundtable.server.services.secure_port import check_port
 from roundtable.server.services.security import Security
 from roundtable.server.services.silo_reports import SiloReports
@@ -257,7 +257,9 @@ class Coordinator:
         agents = AgentService(
             self.jobs, uploads, services, self._transfer, version, credentials.ca, security, logs, reports
         )
-        self._relays = RelayService(agents, services, security, version)
+        self._relays = RelayService(
+            AboveAll(agents, services), security.access, security.relayed, security.principals, version
+        )
         storing = Storing(services, self._transfer, self.config.max_artifact_bytes, security.quotas)
         operators = OperatorService(
             self.jobs,

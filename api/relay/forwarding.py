@@ -26,6 +26,8 @@ log = logging.getLogger("roundtable.relay")
 AT_ONCE = 32
 """Calls for silos that are open at a time: the coordinator takes so many on one connection, and more."""
 DENIALS = 5
+HELD_SECONDS = 5.0
+"""At most, between two questions to a relay above that holds the update: it waits for the receipt too."""
 
 
 class Forwarding:
@@ -88,15 +90,19 @@ class Forwarding:
             log.error("the update of %s for %s, round %d: %s", *key[:3], error)
 
     async def _hand_on(self, held: Held, fresh: bool) -> agent_pb2.UploadReceipt:
-        backoff, denied, ask = Backoff(), 0, not fresh
+        gone, above = Backoff(), Backoff(1.0, HELD_SECONDS)
+        denied, ask = 0, not fresh
         while True:
+            backoff = gone
             stub = await self._link.stub()
             try:
                 with requesting():
                     async with self._turns:
                         receipt = await self._send(stub, held, ask)
-                self._spool.remove(held)
-                return receipt
+                if receipt.status != agent_pb2.UploadReceipt.HELD:
+                    self._spool.remove(held)
+                    return receipt
+                backoff, problem = above, "the relay above has it, and not yet the coordinator's receipt"
             except grpc.aio.AioRpcError as error:
                 problem, code = f"{error.details()} ({error.code().name})", error.code()
                 denied += code is grpc.StatusCode.PERMISSION_DENIED

@@ -17,12 +17,13 @@ from roundtable.client.agent.revocations import Revocations
 from roundtable.client.agent.state_lock import locked
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import IdentityError
+from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import load_credentials, load_silo_identity
 from roundtable.core.observability.log_levels import Verbosity
 from roundtable.core.observability.logs import announce
 from roundtable.core.observability.monitoring import monitored
 from roundtable.core.observability.watchdog import keep_watchdog, tell_systemd
-from roundtable.proto import agent_pb2_grpc, relay_pb2
+from roundtable.proto import agent_pb2_grpc, relay_pb2, relay_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
 from roundtable.relay.cache import RegionCache
@@ -39,6 +40,7 @@ from roundtable.server.auth.principals import CertifiedCallers
 from roundtable.server.auth.quotas import Quota, Quotas
 from roundtable.server.auth.rate_limit import Lockouts
 from roundtable.server.auth.relayed import RelayedSilos
+from roundtable.server.services.relays import RelayService
 from roundtable.server.services.secure_port import open_port
 from roundtable.server.services.upload_receipts import Receipts
 
@@ -70,7 +72,7 @@ class Relay:
         """
         config = self._config
         tune_for_transfers()
-        name_of(config.credentials)
+        name = name_of(config.credentials)
         identity = load_silo_identity(config.credentials)
         threads = ThreadPoolExecutor(TRANSFER_THREADS, thread_name_prefix="transfer")
         with locked(config.state):
@@ -95,8 +97,10 @@ class Relay:
             )
             callers = CertifiedCallers(config.credentials, load_credentials(config.credentials).ca, time.time)
             receipts = Receipts(identity, lambda: (0, ""), time.time)
+            relayed = RelayedSilos(callers, load_credentials(config.credentials).ca, name)
             service = RelayAgentService(
                 silos,
+                relayed,
                 trunk,
                 cache,
                 spool,
@@ -106,7 +110,7 @@ class Relay:
                 config.heartbeat,
                 config.patience,
             )
-            server = self._serve(service, callers)
+            server, behind = self._serve(service, callers, relayed)
             page = RelayPage(config.state, config.credentials, silos, trunk, forwarding)
             try:
                 async with AsyncExitStack() as stack:
@@ -127,22 +131,26 @@ class Relay:
             finally:
                 for silo in silos:
                     silo.end()
+                behind.end_all()
                 await server.stop(STOP_SECONDS)
                 await forwarding.close()
                 threads.shutdown(wait=True)
 
-    def _serve(self, service: RelayAgentService, callers: CertifiedCallers) -> grpc.aio.Server:
+    def _serve(
+        self, service: RelayAgentService, callers: CertifiedCallers, relayed: RelayedSilos
+    ) -> tuple[grpc.aio.Server, RelayService]:
         config = self._config
         credentials = load_credentials(config.credentials)
         quotas = Quotas(config.quotas, time.monotonic, _exceeded)
-        relayed = RelayedSilos(callers, credentials.ca)
         access = Access(callers, _Notes(), Lockouts(time.monotonic), quotas, time.monotonic, relayed)
         most = (("grpc.max_allowed_incoming_connections", config.quotas.connections),)
         server = grpc.aio.server(interceptors=[access], options=SERVER_OPTIONS + most)
         server.add_generic_rpc_handlers((PieceHandlers(service),))
         agent_pb2_grpc.add_AgentsServicer_to_server(service, server)
+        behind = RelayService(service, access, relayed, callers, release().version)
+        relay_pb2_grpc.add_RelaysServicer_to_server(behind, server)
         self.port = open_port(server, config.listen, config.credentials, credentials, certificates=True)
-        return server
+        return server, behind
 
     async def _until_stopped(self) -> None:
         await self._stopping.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -13,8 +13,10 @@ import grpc
 from typing_extensions import override
 
 from roundtable.client.door.incoming import upload_state_of
+from roundtable.client.door.model_names import ArtifactName
 from roundtable.core.bounds import is_digest
 from roundtable.core.errors import ProtocolError
+from roundtable.core.identity.signing import PATH_MARK
 from roundtable.proto import agent_pb2, agent_pb2_grpc, common_pb2, relay_pb2
 from roundtable.proto.pieces import Piece
 from roundtable.relay.cache import RegionCache
@@ -22,13 +24,16 @@ from roundtable.relay.forwarding import Forwarding, for_silo
 from roundtable.relay.held_updates import MOST_HELD, RelaySpool, key_of
 from roundtable.relay.silos import Silo, Silos, fits
 from roundtable.relay.trunk import Trunk
-from roundtable.server.auth.access import LINES_A_SECOND, LINES_AT_ONCE, Context, Refusal, caller
+from roundtable.server.auth.access import LINES_A_SECOND, LINES_AT_ONCE, Context, Refusal, caller, principal
 from roundtable.server.auth.rate_limit import RateLimit
+from roundtable.server.auth.relayed import RelayedSilos
 from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.door.from_agents import offer_of
 from roundtable.server.door.from_operators import download_of
+from roundtable.server.door.from_relays import Bearer
 from roundtable.server.services import transfer
+from roundtable.server.services.lines import Line
 from roundtable.server.services.upload_receipts import Outcome, Receipts
 from roundtable.server.services.uploads import Part
 from roundtable.server.storage.artifact_store import DamagedArtifact
@@ -47,6 +52,7 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
     def __init__(
         self,
         silos: Silos,
+        relayed: RelayedSilos,
         trunk: Trunk,
         cache: RegionCache,
         spool: RelaySpool,
@@ -57,6 +63,8 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         patience: float,
     ) -> None:
         self._silos = silos
+        self._relayed = relayed
+        self._borne: dict[str, relay_pb2.Bearer] = {}
         self._trunk = trunk
         self._cache = cache
         self._spool = spool
@@ -82,23 +90,49 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
             raise Refusal(
                 grpc.StatusCode.UNAVAILABLE, "this relay has no connection to its coordinator now; come again"
             )
-        silo = Silo(caller(context), hello)
-        self._silos.open(silo)
-        self._say(silo, silo.hello())
-        listening = asyncio.create_task(self._listen(silo, messages))
-        try:
-            while (message := await silo.outbox.get()) is not None:
-                await context.write(message)
-        finally:
-            listening.cancel()
-            if self._silos.close(silo):
-                self._trunk.send(relay_pb2.FromRelay(left=silo.name))
+        await self._serve(Silo(caller(context), hello), messages, context.write, 3 * self._heartbeat + 1)
+
+    async def serve(self, line: Line) -> None:
+        """Serves a silo of a relay behind this one, until its stream ends. Without a coordinator it waits."""
+        hello = await anext(line.requests)
+        # It is that relay that is silent or not: its beats are for all of its silos.
+        await self._serve(Silo(line.name, hello), line.requests, line.write, None)
+
+    def hear(self, silos: Iterable[str]) -> None:
+        """A relay behind this one is alive, as its own stream shows."""
+
+    def bear(self, bearer: Bearer, key: bytes) -> None:
+        """A silo that is away, whose updates a relay behind this one holds: shown to the coordinator."""
+        passage = agent_pb2.Passage(
+            relay=PATH_MARK.join(bearer.passage.path), signature=bearer.passage.signature
+        )
+        shown = relay_pb2.Bearer(
+            silo=bearer.silo,
+            identity=bearer.identity,
+            installation=bearer.installation,
+            passage=passage,
+        )
+        self._borne[bearer.silo] = shown
+        self._trunk.send(relay_pb2.FromRelay(bearer=shown))
+
+    @property
+    def coordinator(self) -> str:
+        """The database's identity, as the coordinator has said last."""
+        return self._trunk.coordinator
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds."""
+        return self._heartbeat
+
+    def clock(self) -> float:
+        """Unix time."""
+        return time.time()
 
     @override
     async def Download(self, request: common_pb2.DownloadRequest, context: Context) -> None:  # type: ignore[override]
         name, wish = caller(context), download_of(request)
-        silo = self._silos.get(name)
-        model = silo.model(wish.digest) if silo is not None and is_digest(wish.digest) else None
+        model = self._model(wish.digest) if is_digest(wish.digest) else None
         if model is None:
             raise Refusal(
                 grpc.StatusCode.PERMISSION_DENIED,
@@ -141,15 +175,44 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         name = caller(context)
         return await self._passed_on(lambda stub: stub.Renew(request, metadata=for_silo(name), timeout=30.0))
 
+    async def _serve(
+        self,
+        silo: Silo,
+        messages: AsyncIterator[agent_pb2.FromAgent],
+        write: Callable[[agent_pb2.ToAgent], Awaitable[object]],
+        patience: float | None,
+    ) -> None:
+        self._silos.open(silo)
+        self._borne.pop(silo.name, None)
+        self._say(silo, silo.hello())
+        listening = asyncio.create_task(self._listen(silo, messages, patience))
+        try:
+            while (message := await silo.outbox.get()) is not None:
+                await write(message)
+        finally:
+            listening.cancel()
+            if self._silos.close(silo):
+                self._trunk.send(relay_pb2.FromRelay(left=silo.name))
+
+    def _model(self, digest: str) -> ArtifactName | None:
+        """The model of this digest, if the caller or a silo that it speaks for was asked to work with it."""
+        for name in self._relayed.silos_of(principal()):
+            silo = self._silos.get(name)
+            if silo is not None and (model := silo.model(digest)) is not None:
+                return model
+        return None
+
     def _say(self, silo: Silo, message: agent_pb2.FromAgent) -> None:
         said = relay_pb2.SaidBySilo(silo=silo.name, message=message)
         self._trunk.send(relay_pb2.FromRelay(said=said))
 
-    async def _listen(self, silo: Silo, messages: AsyncIterator[agent_pb2.FromAgent]) -> None:
-        """Hands on what the silo says until its stream ends, or it is silent for three heartbeats."""
+    async def _listen(
+        self, silo: Silo, messages: AsyncIterator[agent_pb2.FromAgent], patience: float | None
+    ) -> None:
+        """Hands on what the silo says until its stream ends, or it is silent for `patience` seconds."""
         try:
             while True:
-                async with asyncio.timeout(3 * self._heartbeat + 1):
+                async with asyncio.timeout(patience):
                     message = await anext(messages)
                 if not self._messages.allows(silo.name) or not fits(message):
                     silo.end("too many or too large messages")
@@ -197,7 +260,8 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
                 return state.receipt
             most = offer.size
         silo = self._silos.get(name)
-        if silo is None:
+        bearer = silo.bearer() if silo is not None else self._borne.get(name)
+        if bearer is None:
             raise Refusal(
                 grpc.StatusCode.UNAVAILABLE, "an update comes without a control stream: connect first"
             )
@@ -207,7 +271,6 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
                 f"an update of {offer.size} bytes is more than its model allows ({most}), or "
                 f"{MOST_HELD} updates of this silo are held here already",
             )
-        bearer = silo.bearer()
         writer = self._spool.writer(name, offer)
         try:
             await transfer.in_thread(self._threads, writer.open)

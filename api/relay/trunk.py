@@ -52,6 +52,7 @@ class Trunk:
         self._outbox: asyncio.Queue[relay_pb2.FromRelay] | None = None
         self._heard = 0.0
         self._complaint = ""
+        self.coordinator = ""
         self._addresses = itertools.cycle((config.coordinator, *config.standbys))
         self.link = Link()
 
@@ -94,6 +95,7 @@ class Trunk:
                     log.info("connected to %s", address)
                     self._complaint, self._heard = "", time.monotonic()
                     self._learn(welcome.revocations)
+                    self.coordinator = printable(welcome.coordinator, 200)
                     outbox = self._outbox = asyncio.Queue()
                     # Its own outbox is for agents' messages, which here travel on the trunk.
                     self.link.attach(agents_stub(channel), asyncio.Queue())

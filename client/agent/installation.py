@@ -62,7 +62,8 @@ class Installation:
 
 
 def passage(credentials: Path, relay: str, installation: Installation) -> tuple[str, bytes] | None:
-    """The silo's word that this relay may speak for it; None where no relay is named.
+    """The silo's word that this relay, or all on its way to the coordinator, may speak for it; None where
+    none is named.
 
     IdentityError for credentials without a signing identity.
     """

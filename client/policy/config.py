@@ -47,6 +47,7 @@ from roundtable.client.policy.sharing_tables import DiagnosticsTable, LogSharing
 from roundtable.core.errors import ConfigError, IdentityError
 from roundtable.core.identity.credentials import check_name
 from roundtable.core.identity.handshake import split_address
+from roundtable.core.identity.signing import MOST_RELAYS, PATH_MARK
 from roundtable.core.observability.log_levels import DESCRIPTION, LogLevel, LogLevels
 from roundtable.core.observability.logs import LogFormat
 from roundtable.core.toml import TomlDocument, read_toml, validate
@@ -88,7 +89,8 @@ class AgentTable(Table):
     )
     relay: str = Field(
         "",
-        description="the relay that may speak for this silo, where `coordinator` is the address of one",
+        description="the relay that may speak for this silo, where `coordinator` is the address of one; of "
+        'relays behind each other all, from the silo to the coordinator: "west/east"',
     )
     credentials: str = Field("credentials", description="folder with ca.crt, node.crt and node.key")
     state: str = Field("state", description="folder for models, finished updates and local state")
@@ -163,10 +165,13 @@ class AgentTable(Table):
     @classmethod
     def _party(cls, value: str) -> str:
         try:
-            if value:
-                check_name(value)
+            path = value.split(PATH_MARK) if value else []
+            for relay in path:
+                check_name(relay)
         except IdentityError as error:
             raise ValueError(str(error)) from None
+        if len(path) > MOST_RELAYS or len(set(path)) < len(path):
+            raise ValueError(f"{value[:80]!r}: at most {MOST_RELAYS} relays can be on the way, each once")
         return value
 
     @field_validator("metrics", "page")

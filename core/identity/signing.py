@@ -34,6 +34,8 @@ from roundtable.core.identity.credentials import Role, SiloIdentity, identity_of
 
 VOUCHED_FOR = ("token:", "oidc:")
 """How the names begin of those who have nothing to sign with; no certificate's name can."""
+PATH_MARK, MOST_RELAYS = "/", 8
+"""Between the names of relays on a silo's way to the coordinator, and how many there can be."""
 SUBMITTERS: tuple[Role, ...] = ("data-scientist", "operator", "admin")
 Purpose = Literal[
     "job",
@@ -108,7 +110,10 @@ def renewal_values(node: bytes, identity: bytes, time: float) -> dict[str, str |
 
 
 def passage_values(silo: str, relay: str, installation: bytes) -> dict[str, str]:
-    """What a silo signs to be served by a relay: both names, and the public key of its installation."""
+    """What a silo signs to be served by a relay: both names, and the public key of its installation.
+
+    `relay` is the whole way to the coordinator, "west/east" for a relay `west` behind a relay `east`.
+    """
     return {"silo": silo, "relay": relay, "installation": installation.hex()}
 
 

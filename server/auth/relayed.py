@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from roundtable.core.errors import IdentityError
 from roundtable.core.identity.credentials import verify_identity
-from roundtable.core.identity.signing import check_signature, passage_values
+from roundtable.core.identity.signing import PATH_MARK, check_signature, passage_values
 from roundtable.server.auth.principals import CertifiedCallers, Principal
 from roundtable.server.door.agent_messages import Passage
 
@@ -17,7 +17,9 @@ SILO_KEY = "roundtable-silo"
 class RelayedSilos:
     """Kept in memory: a relay that comes again shows again who has signed."""
 
-    def __init__(self, principals: CertifiedCallers, authority: bytes) -> None:
+    def __init__(self, principals: CertifiedCallers, authority: bytes, here: str = "") -> None:
+        """`here` is the relay that is spoken to; "" the coordinator."""
+        self._here = (here,) if here else ()
         self._principals = principals
         self._authority = authority
         self._silos: dict[str, dict[str, bytes]] = {}
@@ -28,20 +30,29 @@ class RelayedSilos:
         """The silo as a caller from now on, and its Ed25519 key.
 
         IdentityError unless the silo's identity is certified, in force and not revoked, and has signed that
-        this relay may speak for this installation of it.
+        this relay may speak for this installation of it, to whom it is speaking.
         """
-        if passage is None or passage.relay != relay or not identity or not installation:
+        if passage is None or not self._leads_here(passage.path, relay) or not identity or not installation:
+            way = PATH_MARK.join((relay, *self._here))
             raise IdentityError(
                 f"{silo!r} has not signed that the relay {relay!r} may speak for it: its agent.toml must say "
-                f'relay = "{relay}", and its credentials must hold identity.crt and identity.key'
+                f'relay = "{way}", the relays on its way to the coordinator, and its credentials must hold '
+                "identity.crt and identity.key"
             )
         holder, key = verify_identity(identity, self._authority)
         shown = self._principals.of_certificate(identity)
         if holder != silo:
             raise IdentityError(f"the identity certificate that {silo!r} shows is one of {holder!r}")
-        check_signature(key, "passage", passage_values(silo, relay, installation), passage.signature, silo)
+        check_signature(key, "passage", _signed(silo, passage, installation), passage.signature, silo)
         self._silos.setdefault(relay, {})[silo] = identity
         return Principal(silo, "agent", "relay", shown.expires), key
+
+    def _leads_here(self, path: tuple[str, ...], relay: str) -> bool:
+        """Whether the silo's way goes from this relay straight to where it speaks."""
+        if relay not in path:
+            return False
+        after = path.index(relay) + 1
+        return path[after : after + 1] == self._here
 
     def leave(self, relay: str) -> None:
         """The relay is gone: it speaks for nobody."""
@@ -57,3 +68,7 @@ class RelayedSilos:
     def silos_of(self, who: Principal) -> Collection[str]:
         """Those for whom a caller may read: itself, or the silos of a relay."""
         return self._silos.get(who.name, {}) if who.role == "relay" else (who.name,)
+
+
+def _signed(silo: str, passage: Passage, installation: bytes) -> dict[str, str]:
+    return passage_values(silo, PATH_MARK.join(passage.path), installation)

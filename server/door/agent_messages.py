@@ -22,9 +22,10 @@ class JobStep:
 
 @dataclass(frozen=True)
 class Passage:
-    """A silo's word that a relay may speak for it: the relay's name, and the silo's signature."""
+    """A silo's word that relays may speak for it: their names, from its own to the coordinator's, and its
+    signature."""
 
-    relay: str
+    path: tuple[str, ...]
     signature: bytes
 
 

@@ -14,6 +14,7 @@ from typing import get_args
 from roundtable.core import bounds
 from roundtable.core.errors import FAILURE_KINDS, ProtocolError
 from roundtable.core.foreign_text import printable
+from roundtable.core.identity.signing import MOST_RELAYS, PATH_MARK
 from roundtable.core.observability.log_levels import LEVELS
 from roundtable.core.observability.logs import LineKind
 from roundtable.core.observability.training_setup import TrainingSetup
@@ -229,9 +230,12 @@ def _introduction(message: agent_pb2.FromAgent) -> Introduction:
 
 
 def passage_of(message: agent_pb2.Passage) -> Passage:
-    """Decodes a silo's word for a relay."""
+    """Decodes a silo's word for the relays on its way to the coordinator."""
+    path = tuple(message.relay.split(PATH_MARK, MOST_RELAYS))
+    if len(path) > MOST_RELAYS or len(set(path)) < len(path):
+        raise ProtocolError(f"a passage names {MOST_RELAYS} relays at most, each once")
     return Passage(
-        bounds.word(message.relay, "a relay's name"),
+        tuple(bounds.word(relay, "a relay's name") for relay in path),
         bounds.bounded(message.signature, bounds.SIGNATURE_BYTES, "a passage's signature"),
     )
 

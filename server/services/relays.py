@@ -1,5 +1,7 @@
 """The relay-facing service: the control streams of a region's silos, all on one stream.
 
+A coordinator serves it, and a relay for relays behind it.
+
 Each silo's stream is served as if it had a connection of its own. What a relay says for a silo counts only
 with the silo's own signatures: its passage, its installation's answer to a fresh number, its updates.
 """
@@ -8,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol
 
 import grpc
 from typing_extensions import override
@@ -16,7 +19,7 @@ from typing_extensions import override
 from roundtable.core.errors import IdentityError, RoundtableError
 from roundtable.proto import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, agent_pb2, relay_pb2, relay_pb2_grpc
 from roundtable.server.auth.access import Access, Context, Refusal, address_of, caller
-from roundtable.server.auth.principals import Principal
+from roundtable.server.auth.principals import CertifiedCallers, Principal
 from roundtable.server.auth.relayed import RelayedSilos
 from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import Introduction
@@ -26,7 +29,6 @@ from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import Identity
 from roundtable.server.services.agents import AgentService
 from roundtable.server.services.lines import Line, shown_in
-from roundtable.server.services.security import Security
 
 log = logging.getLogger("roundtable.server.services.relays")
 
@@ -37,13 +39,58 @@ ENVELOPE_BYTES = 1024
 WAITING_MESSAGES = 5000
 
 
+class Above(Protocol):
+    """Who serves the silos that a relay speaks for; `coordinator` is the database's identity."""
+
+    @property
+    def coordinator(self) -> str: ...
+
+    @property
+    def heartbeat(self) -> float: ...
+
+    def clock(self) -> float: ...
+
+    async def serve(self, line: Line) -> None:
+        """Serves a silo's stream to its end."""
+
+    def hear(self, silos: Iterable[str]) -> None:
+        """These silos are alive."""
+
+    def bear(self, bearer: Bearer, key: bytes) -> None:
+        """A silo that is away, whose updates a relay holds; its Ed25519 key."""
+
+
+class AboveAll:
+    """The coordinator: nobody is above it."""
+
+    def __init__(self, agents: AgentService, services: JobServices) -> None:
+        self.serve = agents.serve
+        self.hear = services.sessions.hear
+        self.clock = services.clock
+        self.heartbeat = services.sessions.heartbeat
+        self.coordinator = services.database.identity
+        self._identities = services.sessions.identities
+
+    def bear(self, bearer: Bearer, key: bytes) -> None:
+        """Updates of this silo are checked by this key, until it shows one itself."""
+        self._identities.setdefault(bearer.silo, Identity(bearer.identity, key))
+
+
 class RelayService(relay_pb2_grpc.RelaysServicer):
     """`roundtable.v1.Relays`. The relay's name is its certificate's."""
 
-    def __init__(self, agents: AgentService, services: JobServices, security: Security, version: str) -> None:
-        self._agents = agents
-        self._services = services
-        self._security = security
+    def __init__(
+        self,
+        above: Above,
+        access: Access,
+        relayed: RelayedSilos,
+        principals: CertifiedCallers,
+        version: str,
+    ) -> None:
+        self._above = above
+        self._access = access
+        self._relayed = relayed
+        self._principals = principals
         self._version = version
         self._trunks: dict[str, _Trunk] = {}
 
@@ -58,7 +105,10 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
             log.warning("the relay %s connected again; its older connection ends", name)
             older.end(f"another connection as {name!r} has taken the place of this one")
             await older.ended.wait()
-        trunk = _Trunk(name, address_of(context), self._agents, self._services, self._security)
+        address = address_of(context)
+        shown = context.auth_context()
+        pem = b"".join([*shown["x509_pem_cert"], *shown.get("x509_pem_cert_chain", ())])
+        trunk = _Trunk(name, pem, address, self._above, self._access, self._relayed, self._principals)
         self._trunks[name] = trunk
         await context.write(relay_pb2.ToRelay(welcome=self._welcome()))
         log.info("the relay %s is here", name)
@@ -101,10 +151,10 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
     def _welcome(self) -> relay_pb2.RelayWelcome:
         return relay_pb2.RelayWelcome(
             version=self._version,
-            coordinator=self._services.database.identity,
-            heartbeat_seconds=self._services.sessions.heartbeat,
-            clock=self._services.clock(),
-            revocations=self._security.principals.list_for_agents,
+            coordinator=self._above.coordinator,
+            heartbeat_seconds=self._above.heartbeat,
+            clock=self._above.clock(),
+            revocations=self._principals.list_for_agents,
         )
 
 
@@ -114,20 +164,21 @@ class _Trunk:
     def __init__(
         self,
         relay: str,
+        certificate: bytes,
         address: str,
-        agents: AgentService,
-        services: JobServices,
-        security: Security,
+        above: Above,
+        access: Access,
+        relayed: RelayedSilos,
+        principals: CertifiedCallers,
     ) -> None:
         self._relay = relay
+        self._certificate = certificate
         self._address = f"{address} by the relay {relay}"
-        self._agents = agents
-        self._services = services
-        self._sessions = services.sessions
-        self._access: Access = security.access
-        self._relayed: RelayedSilos = security.relayed
-        self._principals = security.principals
-        self._revocations = security.principals.list_for_agents
+        self._above = above
+        self._access = access
+        self._relayed = relayed
+        self._principals = principals
+        self._revocations = principals.list_for_agents
         self._streams: dict[str, _SiloStream] = {}
         self.outbox: asyncio.Queue[relay_pb2.ToRelay | None] = asyncio.Queue()
         self.ended = asyncio.Event()
@@ -136,7 +187,7 @@ class _Trunk:
         """Hands on what the relay says until its stream ends, or it is silent for three heartbeats."""
         try:
             while True:
-                async with asyncio.timeout(3 * self._sessions.heartbeat + 1):
+                async with asyncio.timeout(3 * self._above.heartbeat + 1):
                     self._hear(await anext(messages))
         except TimeoutError:
             log.warning("the relay %s has been silent too long", self._relay)
@@ -170,7 +221,9 @@ class _Trunk:
                 if (stream := self._streams.get(silo_of(message.left))) is not None:
                     stream.heard.put_nowait(None)
             case "beat":
-                self._sessions.hear(self._streams)
+                # A list that has come since may hold it; listen ends the stream with what is wrong.
+                self._principals.of_certificate(self._certificate)
+                self._above.hear(self._streams)
                 self.outbox.put_nowait(relay_pb2.ToRelay(beat=relay_pb2.RelayBeat()))
                 if (newest := self._principals.list_for_agents) != self._revocations:
                     self._revocations = newest
@@ -231,7 +284,7 @@ class _Trunk:
             await asyncio.wait([older])
         try:
             with self._access.relayed(who):
-                await self._agents.serve(line)
+                await self._above.serve(line)
         except asyncio.CancelledError:
             if not self._access.has_cut(asyncio.current_task()):
                 raise
@@ -263,7 +316,7 @@ class _Trunk:
         except IdentityError as error:
             log.warning("%s", error, extra={"site": bearer.silo})
             return
-        self._sessions.identities.setdefault(bearer.silo, Identity(bearer.identity, key))
+        self._above.bear(bearer, key)
 
     def _refuse(self, silo: str, reason: str) -> None:
         log.warning("%s is refused by the relay %s: %s", silo, self._relay, reason, extra={"site": silo})

@@ -166,8 +166,9 @@ class Federation:
         return process
 
     def silo_of(self, relay: str, name: str, fault: str = "") -> subprocess.Popen[bytes]:
-        """Starts an agent that a relay serves."""
-        return self.agent(name, fault, coordinator=f"127.0.0.1:{self.relay_ports[relay]}", relay=relay)
+        """Starts an agent that a relay serves, or several behind each other: "west/east"."""
+        port = self.relay_ports[relay.partition("/")[0]]
+        return self.agent(name, fault, coordinator=f"127.0.0.1:{port}", relay=relay)
 
     def kill(self, name: str) -> None:
         """SIGKILL, at once."""

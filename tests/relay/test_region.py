@@ -10,6 +10,7 @@ import pytest
 from processes import SILOS, Federation
 
 from roundtable.core.identity.credentials import issue
+from roundtable.core.identity.revocation import revoke
 
 
 @pytest.fixture
@@ -116,3 +117,51 @@ def test_a_relay_speaks_for_no_silo_that_has_not_signed_so(world: Federation) ->
     assert world.log("hub").count("has not signed that the relay 'east' may speak for it") == 2
     with world.operator() as operator:
         assert operator.status().clients_online == 0
+
+
+@pytest.mark.parametrize(
+    "dies",
+    ["east", pytest.param("west", marks=pytest.mark.slow), pytest.param("hub", marks=pytest.mark.slow)],
+)
+def test_a_relay_behind_a_relay_gives_the_same_bits_whichever_is_killed(world: Federation, dies: str) -> None:
+    """One silo is two relays away, one is one, one connects itself; the second round meets the kill."""
+    faults = {
+        "east": "2/train/update_held",
+        "west": "2/train/receipt_handed_on",
+        "hub": "2/train/update_part",
+    }
+
+    def start(name: str, fault: str = "") -> None:
+        if name == "hub":
+            world.coordinator(fault=fault)
+        else:
+            above = {"west": world.relay_ports.get("east", 0)}
+            world.relay(name, fault, parent=above.get(name, 0), patience=0.5)
+
+    for name in ("hub", "east", "west"):
+        start(name, faults[name] if name == dies else "")
+    world.silo_of("west/east", SILOS[0])
+    world.silo_of("east", SILOS[1])
+    world.agent(SILOS[2])
+    job = world.submit(world.job(), "a tree")
+    assert world.died(dies) == -9
+    start(dies)
+    through = finished(world, job)
+    updates = [world.folder / "relays" / name / "updates" for name in ("east", "west")]
+    world.until(lambda: not any(list(folder.glob("*.json")) for folder in updates))
+    # The coordinator's own receipt has come down both relays.
+    assert notes(world, SILOS[0], "receipt")[-1]["signed"]
+    for silo in SILOS:
+        world.kill(silo)
+    assert through == flat(world)
+
+
+def test_a_relay_behind_a_relay_ends_once_it_is_on_the_list(world: Federation) -> None:
+    """The upper relay gets the list as a file while the lower one's stream is open; no coordinator runs."""
+    world.relay("east", parent=1)
+    world.relay("west", parent=world.relay_ports["east"])
+    world.until(lambda: "connected to 127.0.0.1" in world.log("west"))
+    gone = revoke(world.folder / "ca", world.folder / "west" / "node.crt")
+    (world.folder / "east" / "crl.pem").write_bytes(gone.read_bytes())
+    assert world.died("west") > 0
+    assert "the certificate of 'west' has been revoked" in world.log("west")

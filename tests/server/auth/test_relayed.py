@@ -25,7 +25,7 @@ def test_a_relay_is_believed_with_the_silos_own_signature_alone(tmp_path: Path) 
     relayed = RelayedSilos(CertifiedCallers(tmp_path, ca, time.time), ca)
     elm, birch = (load_silo_identity(tmp_path / name) for name in ("elm", "birch"))
     good = sign(elm, "passage", passage_values("elm", "east", INSTALLATION))
-    word = Passage("east", good)
+    word = Passage(("east",), good)
 
     def shown(
         relay: str = "east",
@@ -43,20 +43,36 @@ def test_a_relay_is_believed_with_the_silos_own_signature_alone(tmp_path: Path) 
     for attack in (
         {"passage": None},
         {"relay": "west"},
-        {"relay": "west", "passage": Passage("west", good)},
+        {"relay": "west", "passage": Passage(("west",), good)},
         {"silo": "birch"},
         {"silo": "birch", "identity": birch.certificate},
         {"identity": birch.certificate},
         {"identity": b""},
         {"installation": INSTALLATION[::-1]},
         {"installation": b""},
-        {"passage": Passage("east", other)},
-        {"passage": Passage("east", purpose)},
+        {"passage": Passage(("east",), other)},
+        {"passage": Passage(("east",), purpose)},
     ):
         with pytest.raises(IdentityError):
             shown(**attack)  # type: ignore[arg-type]
     with pytest.raises(IdentityError, match="does not speak for"):
         relayed.caller("east", "elm")
+    far = sign(elm, "passage", passage_values("elm", "west/east", INSTALLATION))
+    for relay, path, signature in (
+        ("west", ("west", "east"), far),  # To a relay alone, not past it.
+        ("east", ("east", "west"), far),
+        ("east", ("west", "east"), good),
+    ):
+        with pytest.raises(IdentityError):
+            shown(relay=relay, passage=Passage(path, signature))
+    at_east = RelayedSilos(CertifiedCallers(tmp_path, ca, time.time), ca, "east")
+    with pytest.raises(IdentityError, match='relay = "west/east"'):
+        at_east.admit("west", "elm", elm.certificate, INSTALLATION, word)
+    with pytest.raises(IdentityError):
+        at_east.admit("east", "elm", elm.certificate, INSTALLATION, Passage(("west", "east"), far))
+    at_east.admit("west", "elm", elm.certificate, INSTALLATION, Passage(("west", "east"), far))
+    assert shown(passage=Passage(("west", "east"), far)) == "agent/elm"
+    relayed.leave("east")
     assert shown() == "agent/elm"
     assert relayed.caller("east", "elm").label == "agent/elm"
     with pytest.raises(IdentityError, match="does not speak for"):
