@@ -31,19 +31,22 @@ def lines(folder: Path, name: str = "heart") -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_a_cell_runs_to_what_is_stored_and_is_not_run_again(board: ModuleType, tmp_path: Path) -> None:
-    ask = ["--only", "heart/fedyogi", "--out", str(tmp_path)]
+@pytest.mark.parametrize("name", ["heart/fedyogi", "heart/scaffold"])
+def test_a_cell_runs_to_what_is_stored_and_is_not_run_again(
+    board: ModuleType, tmp_path: Path, name: str
+) -> None:
+    ask = ["--only", name, "--out", str(tmp_path)]
     assert board.main([*ask, "--seeds", "2"]) == 0
     found = {line["seed"]: line for line in lines(tmp_path)}
     group = board.groups()["heart"]
-    cell = next(cell for cell in group.cell if cell.id == "heart/fedyogi")
+    cell = next(cell for cell in group.cell if cell.id == name)
     stored = board.Results(board.STORED).of("heart", group, cell)
     # Of another processor's rounding a patient of the smallest hospital may hang.
     assert found.keys() == {42, 43}
     for seed, line in found.items():
         assert line["value"] == pytest.approx(stored[seed].value, abs=0.02)
     with (tmp_path / "heart.jsonl").open("a") as file:
-        file.write('{"cell": "heart/fedyogi", "se')
+        file.write(f'{{"cell": "{name}", "se')
     board.main([*ask, "--seeds", "2"])
     assert lines(tmp_path) == list(found.values())
     board.main([*ask, "--seeds", "3"])
