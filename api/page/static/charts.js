@@ -67,7 +67,7 @@ export class Chart {
       const line = style.getPropertyValue("--line") || "#ccc";
       const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line } };
       const whole = (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : ""));
-      const options = { ...this.size(), series: shape, bands, scales: { x: { time: false } }, axes: [{ ...axis, values: whole, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000] }, { ...axis, size: 60 }], legend: { live: false } };
+      const options = { ...this.size(), series: shape, bands, scales: { x: { time: false } }, axes: [{ ...axis, values: whole, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000] }, { ...axis, size: 60, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(number) }], legend: { live: false } };
       const { look } = this;
       if (look) {
         const chosen = (/** @type {any} */ plot) => plot.select.width > 5 && look(Math.max(1, Math.floor(plot.posToVal(plot.select.left, "x"))), Math.ceil(plot.posToVal(plot.select.left + plot.select.width, "x")));

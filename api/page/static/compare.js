@@ -88,7 +88,7 @@ export function compare() {
     const places = metrics.map((metric) => {
       const chart = new Chart(metric);
       charts.push(chart);
-      return { chart, series: named.flatMap((each) => (each.series.get(metric) ?? []).slice(0, 1).map((/** @type {any} */ series) => ({ ...series, label: each.label, ...(together.checked ? {} : { low: undefined, high: undefined }) }))) };
+      return { chart, series: named.flatMap((each) => (each.series.get(metric) ?? []).slice(0, 1).map((/** @type {any} */ series) => ({ ...series, label: each.label, ...(series.bounds ? {} : { low: undefined, high: undefined }) }))) };
     });
     const lanes = [
       ...differing.filter((key) => key !== "name").map((key) => ({ name: key, values: named.map((each) => each.settings.get(key) ?? null) })),

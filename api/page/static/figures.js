@@ -77,13 +77,13 @@ export function parallel(title, lanes, labels) {
     const points = placed.map((lane, at) => [x(at), lane.at[job]]).filter(([, at]) => at !== null);
     return svg("path", { ...look(job), d: points.map(([across, up], at) => `${at ? "L" : "M"}${across} ${up}`).join("") }, svg("title", {}, label));
   });
-  const picture = svg("svg", { viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": `${title}; the table below holds the numbers`, class: "drawn parallel" }, lines, drawn);
+  const picture = svg("svg", { viewBox: `0 0 ${wide} ${high}`, width: wide, height: high, role: "img", "aria-label": `${title}; the table below holds the numbers`, class: "drawn parallel" }, lines, drawn);
   return h("figure", { class: "chart" }, h("figcaption", {}, title), h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, picture), legendOf(labels));
 }
 
 /** @param {string[]} labels */
 function legendOf(labels) {
-  return h("p", { class: "words" }, labels.map((label, at) => [svg("svg", { viewBox: "0 0 24 8", class: "key", "aria-hidden": "true" }, svg("path", { d: "M0 4H24", ...look(at) })), ` ${label}  `]));
+  return h("p", { class: "words" }, labels.map((label, at) => [svg("svg", { viewBox: "0 0 24 8", class: "swatch", "aria-hidden": "true" }, svg("path", { d: "M0 4H24", ...look(at) })), ` ${label}  `]));
 }
 
 /** @param {string} title @param {Node[]} drawn @param {string[]} legend @param {number} [high] */

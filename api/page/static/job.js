@@ -307,7 +307,7 @@ export function seriesOf(rounds) {
     if (round.transfers) {
       put("MB of updates and models", "updates, up", round.round, round.transfers.up / 1e6);
       if (round.transfers.down) put("MB of updates and models", "models, down", round.round, round.transfers.down / 1e6);
-      if (round.transfers.error !== null) put("relative error of encoding", "updates", round.round, round.transfers.error);
+      if (round.transfers.error) put("relative error of encoding", "updates", round.round, round.transfers.error);
     }
   }
   return found;
