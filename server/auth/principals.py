@@ -6,11 +6,12 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from cryptography import x509
 from typing_extensions import override
@@ -31,6 +32,9 @@ log = logging.getLogger("roundtable.server.auth.principals")
 
 UNKNOWN_TOKEN = "this token is not known here"
 NO_PROVIDER = "nobody signs in here at an identity provider: [oidc] of the coordinator has no client"
+ASKED_AT_ONCE = 4
+"""Questions to an identity provider."""
+Result = TypeVar("Result")
 Source = Literal["certificate", "relay", "token", "oidc", "none"]
 
 
@@ -159,6 +163,7 @@ class Principals(CertifiedCallers):
         super().__init__(folder, authority, clock)
         self._database = database
         self._oidc = oidc
+        self._threads = ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="identity provider")
         self._provider = Provider(oidc) if oidc else None
         self._page = ProviderSignIn(oidc, self._provider) if oidc and self._provider and oidc.client else None
 
@@ -172,7 +177,7 @@ class Principals(CertifiedCallers):
         if not is_token(text):
             if self._provider is None:
                 raise WrongSecret(UNKNOWN_TOKEN)
-            name, role, expires = await asyncio.to_thread(self._provider.check, text)
+            name, role, expires = await self._asking(self._provider.check, text)
             return Principal(f"oidc:{name}", role, "oidc", expires)
         try:
             secret = Secret.of_token(text)
@@ -192,14 +197,21 @@ class Principals(CertifiedCallers):
     async def provider_address(self, cookie: str) -> str:
         if self._page is None:
             return await super().provider_address(cookie)
-        return await asyncio.to_thread(self._page.address, cookie)
+        return await self._asking(self._page.address, cookie)
 
     @override
     async def of_code(self, cookie: str, answer: ProviderAnswer) -> Principal:
         if self._page is None or self._oidc is None:
             return await super().of_code(cookie, answer)
-        name, role = await asyncio.to_thread(self._page.finish, cookie, answer)
+        name, role = await self._asking(self._page.finish, cookie, answer)
         return Principal(f"oidc:{name}", role, "oidc", self._clock() + self._oidc.session)
+
+    async def _asking(self, ask: Callable[..., Result], *values: object) -> Result:
+        """Asks the provider in a thread of its own.
+
+        Strangers cause these questions. Where the provider hangs they wait for each other, and nobody else.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._threads, ask, *values)
 
 
 def credential_of(bearer: str) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
 import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -37,10 +40,14 @@ class IdentityProvider:
         self.changes: dict[str, Any] = {}
         self.asked: dict[str, dict[str, str]] = {}
         self.published: dict[str, Any] = {}
+        self.asked_for, self.answers = threading.Semaphore(0), threading.Event()
+        self.answers.set()
         provider = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                provider.asked_for.release()
+                provider.answers.wait()
                 place = urlsplit(self.path)
                 if place.path == "/authorize":
                     asked = {name: value[0] for name, value in parse_qs(place.query).items()}
@@ -271,6 +278,32 @@ async def test_a_provider_that_is_another_lets_nobody_in_and_guessing_is_slowed_
         ]
         assert answers[0] == "wrong"
         assert answers[-1] == "wait"
+
+
+async def test_a_provider_that_hangs_holds_up_nothing_else(
+    provider: IdentityProvider, settings: Callable[..., ServerConfig], tmp_path: Path
+) -> None:
+    provider.answers.clear()
+    async with world_with(provider, settings, tmp_path) as world:
+        loop, context, open_ones = asyncio.get_running_loop(), ssl._create_unverified_context(), []
+        loop.set_default_executor(ThreadPoolExecutor(2))
+        for _ in range(10):
+            _, writer = await asyncio.open_connection("127.0.0.1", world.dashboard.port, ssl=context)
+            lines = ("GET /sign-in/provider HTTP/1.1", f"Host: localhost:{world.dashboard.port}", "", "")
+            writer.write("\r\n".join(lines).encode())
+            await writer.drain()
+            open_ones.append(writer)
+        with ThreadPoolExecutor(1) as waiting:
+            for _ in range(2):
+                await loop.run_in_executor(waiting, provider.asked_for.acquire)
+        # Threads that everything else in this process shares are free.
+        try:
+            async with asyncio.timeout(3):
+                assert await asyncio.to_thread(int) == 0
+        finally:
+            provider.answers.set()
+        for writer in open_ones:
+            writer.close()
 
 
 async def test_without_a_client_there_is_no_such_way(settings: Callable[..., ServerConfig]) -> None:

@@ -7,7 +7,6 @@ tests/house/test_site.py tries every example.
 from __future__ import annotations
 
 import inspect
-import json
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic import BaseModel, BeforeValidator, StringConstraints
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from roundtable.cli.shared.resolved import toml_value
 from roundtable.core.quantities import parse_duration
 
 EXAMPLES: Mapping[str, Mapping[str, Any]] = {
@@ -292,17 +292,8 @@ def kind(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def toml(value: Any) -> str:
-    """The value as a TOML file has it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, Mapping):
-        inner = ", ".join(f"{name} = {toml(item)}" for name, item in value.items())
-        return f"{{ {inner} }}" if inner else "{}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(toml(item) for item in value)}]"
-    if isinstance(value, BaseModel):
-        return toml(value.model_dump(exclude_none=True))
-    return json.dumps(value, ensure_ascii=False, default=str)
+    """The value as a TOML file has it; a table's own values as JSON would have them."""
+    return toml_value(to_jsonable_python(value, exclude_none=True))
 
 
 def cell(text: str) -> str:

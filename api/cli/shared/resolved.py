@@ -33,18 +33,19 @@ def _table(config: BaseModel, path: str) -> Iterator[str]:
 
 
 def _line(name: str, value: Any, description: str) -> str:
-    text = f"# {name} is not set" if value is None else f"{name} = {_value(value)}"
+    text = f"# {name} is not set" if value is None else f"{name} = {toml_value(value)}"
     return f"{text:{_COLUMN}}  # {description}" if description else text
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """The value as a TOML file has it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
-        inner = ", ".join(f"{_key(name)} = {_value(item)}" for name, item in value.items())
+        inner = ", ".join(f"{_key(name)} = {toml_value(item)}" for name, item in value.items())
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_value(item) for item in value)}]"
+        return f"[{', '.join(toml_value(item) for item in value)}]"
     # A JSON string or number is a TOML one; a float keeps its point, or its exponent.
     return json.dumps(value, ensure_ascii=False)
 
