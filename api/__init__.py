@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roundtable.aggregation.optimizers import OptimizerState
     from roundtable.aggregation.registry import RuleResult
-    from roundtable.client.flower_client import flower_client
+    from roundtable.client.adapters.flower_app import flower_app
+    from roundtable.client.adapters.flower_client import flower_client
     from roundtable.client.join import join
     from roundtable.client.streams.tar_shards import TarShards
     from roundtable.core import measures as metrics
@@ -78,6 +79,7 @@ __all__ = [
     "Traits",
     "__version__",
     "analyse",
+    "flower_app",
     "flower_client",
     "join",
     "load_adapter",
@@ -119,7 +121,8 @@ _HOMES = {
     "Task": "roundtable.core.task",
     "Traits": "roundtable.core.encodings.encoding",
     "analyse": "roundtable.surveys",
-    "flower_client": "roundtable.client.flower_client",
+    "flower_app": "roundtable.client.adapters.flower_app",
+    "flower_client": "roundtable.client.adapters.flower_client",
     "join": "roundtable.client.join",
     "load_adapter": "roundtable.core.foundation.published",
     "load_job": "roundtable.core.config",

@@ -19,12 +19,14 @@ from roundtable.core.tensor_spec import DTYPES
 def arrays_of(layout: Layout, vector: Tensor, local: Mapping[str, Tensor] | None) -> dict[str, np.ndarray]:
     """The weights that `ArrayTask.fit` gets: copies, so that a task may write into them.
 
-    bfloat16, which NumPy lacks, becomes float32.
+    In the task's own order, also of those that stay at the silo. bfloat16, which NumPy lacks, becomes
+    float32.
     """
     state = {**layout.unflatten(vector), **(local or {})}
+    names = [spec.name for spec in layout.tensors if spec.name in state]
     return {
-        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
-        for name, tensor in state.items()
+        name: (state[name].float() if state[name].dtype == torch.bfloat16 else state[name]).numpy().copy()
+        for name in dict.fromkeys([*names, *state])
     }
 
 

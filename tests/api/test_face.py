@@ -48,6 +48,7 @@ FACE = [
     "Traits",
     "__version__",
     "analyse",
+    "flower_app",
     "flower_client",
     "join",
     "load_adapter",
