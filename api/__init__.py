@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from roundtable.aggregation.registry import RuleResult
     from roundtable.client.adapters.flower_app import flower_app
     from roundtable.client.adapters.flower_client import flower_client
+    from roundtable.client.adapters.nvflare_script import nvflare_script
     from roundtable.client.join import join
     from roundtable.client.streams.tar_shards import TarShards
     from roundtable.core import measures as metrics
@@ -88,6 +89,7 @@ __all__ = [
     "load_survey",
     "load_task",
     "metrics",
+    "nvflare_script",
     "simulate",
 ]
 
@@ -129,6 +131,7 @@ _HOMES = {
     "load_model": "roundtable.loading",
     "load_survey": "roundtable.surveys",
     "load_task": "roundtable.core.task",
+    "nvflare_script": "roundtable.client.adapters.nvflare_script",
     "simulate": "roundtable.simulation",
 }
 

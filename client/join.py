@@ -46,7 +46,7 @@ def join(
     person has to mend: ConfigError, IdentityError, ResourceError, and Refused where the coordinator
     does not want this silo.
     """
-    settings = _settings(config)
+    settings = join_settings(config)
     if task is not None:
         settings = replace(settings, tasks={task: "script"})
     policy = settings.policy
@@ -94,7 +94,8 @@ class _Background:
         await self._agent.run()
 
 
-def _settings(config: AgentConfig | AnyPath | None) -> AgentConfig:
+def join_settings(config: AgentConfig | AnyPath | None) -> AgentConfig:
+    """The agent.toml that `join` reads."""
     if isinstance(config, AgentConfig):
         return config
     return load_agent_config(Path(config or os.environ.get(CONFIG_VARIABLE, "agent.toml")))

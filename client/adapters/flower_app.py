@@ -44,10 +44,10 @@ def flower_app(
     """The task that an app of Flower's message API makes; the app's files stay as they are.
 
     `app` is its file, as `"quickstart/client_app.py:app"` (`app` where no name is given), relative to the
-    file that calls. Flower itself is not needed: its names are stood in for while the app is imported and
-    while a handler runs. `weights` gives the first weights: a function, or a reference like `app` to one in
-    the app's files; a module, a state_dict, a list or a dict of arrays. `train_config` and `evaluate_config`
-    are what the app's server sends beside `server-round`. `run_config` is what handlers find in
+    file that calls; a `client_fn` may be named in the place of an app. Flower itself is not needed: its names
+    are stood in for while the app is imported and while a handler runs. `weights` gives the first weights: a
+    function, or a reference like `app` to one in the app's files; a module, a state_dict, a list or a dict
+    of arrays. `train_config` and `evaluate_config` are what the app's server sends beside `server-round`. `run_config` is what handlers find in
     `context.run_config`, over `[tool.flwr.app.config]` of the nearest pyproject.toml and under the silo's
     own [data] table. `context.node_config` has `partition-id` and `num-partitions`: the client's number and
     how many there are in a simulation, 0 of 1 at a silo. Metrics lose the `train_` or `eval_` before their
@@ -58,6 +58,8 @@ def flower_app(
     """
     home = Path(inspect.stack()[1].filename).parent
     found = app if isinstance(app, ClientApp) else _found(str(app), home, "app")
+    if inspect.isfunction(found):
+        found = ClientApp(found)
     if not isinstance(found, ClientApp):
         raise TaskError(
             "flower_app() takes the path of the file that makes the ClientApp, as client_app.py:app, and "
@@ -70,7 +72,7 @@ def flower_app(
         others = ", ".join(sorted(found.handlers)) or "none"
         raise TaskError(
             f"the Flower app has no @app.train() (handlers: {others}). What asks and trains nothing is an "
-            "analysis here: `roundtable migrate flower` writes its survey"
+            "analysis here (docs/analytics.md)"
         )
     settings = {**_pyproject(app, home), **(run_config or {})}
     return FlowerAppTask(found, first, settings, dict(train_config or {}), dict(evaluate_config or {}))

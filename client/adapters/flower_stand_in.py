@@ -1,23 +1,19 @@
 """The names that an app imports of Flower, while it runs here: `flwr` as far as a client needs it.
 
-A real Flower that is installed is put aside for that time, so that an app meets the same classes at every
-silo. What a client of one's own framework cannot mean (strategies, a grid, Flower's own mods of privacy) is
-refused where it is named, with what stands in its place here.
+What a client cannot mean here (strategies, a grid, Flower's own mods of privacy) is refused where it is
+named, with what stands in its place.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
-from types import ModuleType
 from typing import Any, TypeVar
 
 from roundtable.client.adapters import flower_records as records
-from roundtable.core.errors import TaskError
+from roundtable.client.adapters.stand_ins import StandIns
 
 Handler = Callable[..., Any]
 F = TypeVar("F", bound=Handler)
@@ -174,89 +170,32 @@ _APP = {**_RECORDS, "Message": Message, "Context": AppContext, "Metadata": Messa
 _CLIENT = {"ClientApp": ClientApp, "NumPyClient": NumPyClient, "Client": NumPyClient}
 _MODS = {"message_size_mod": _passes, "arrays_size_mod": _passes}
 _COMMON = {**_APP, "log": _told, "NDArrays": list, "Scalar": float}
-_NAMES: dict[str, dict[str, Any]] = {
-    "flwr": {},
-    "flwr.app": _APP,
-    "flwr.clientapp": {"ClientApp": ClientApp},
-    "flwr.clientapp.mod": _MODS,
-    "flwr.client": _CLIENT,
-    "flwr.client.mod": _MODS,
-    "flwr.common": _COMMON,
-    "flwr.common.logger": {"log": _told},
-    "flwr.common.typing": {"NDArrays": list, "Scalar": float, "Config": dict, "Metrics": dict},
-    "flwr.serverapp": {},
-    "flwr.serverapp.strategy": {},
-    "flwr.server": {},
-    "flwr.server.strategy": {},
-}
 _NO_SERVER = "the coordinator runs rounds by the job file; keep this import out of the client's file"
-_INSTEAD = {
-    "flwr.clientapp.mod": "privacy is the job's [privacy] table here",
-    "flwr.client.mod": "privacy is the job's [privacy] table here",
-    "flwr.serverapp": _NO_SERVER,
-    "flwr.server": _NO_SERVER,
-}
-
-
-def _stand_ins() -> dict[str, ModuleType]:
-    modules = {}
-    for name, content in _NAMES.items():
-        module = ModuleType(name, "Stands in for Flower's module of this name.")
-        module.__path__ = []
-        vars(module).update(content)
-        vars(module)["__getattr__"] = _refusing(name)
-        modules[name] = module
-    for name, module in modules.items():
-        home, _, last = name.rpartition(".")
-        if home:
-            setattr(modules[home], last, module)
-    return modules
-
-
-def _refusing(module: str) -> Callable[[str], Any]:
-    def missing(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        instead = next((said for start, said in _INSTEAD.items() if module.startswith(start)), "")
-        raise TaskError(
-            f"{module}.{name} cannot be carried over from Flower: "
-            f"{instead or 'the adapter knows ClientApp, Message, Context and their records'}"
-        )
-
-    return missing
-
-
-_MODULES = _stand_ins()
-_lock = threading.Lock()
-_aside: dict[str, ModuleType] = {}
-_users = 0
-
-
-@contextmanager
-def flower_stands_in() -> Iterator[None]:
-    """`import flwr` finds the stand-in meanwhile, in all threads of this process."""
-    global _users
-    with _lock:
-        if _users == 0:
-            _swap_in()
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                _swap_out()
-
-
-def _swap_in() -> None:
-    for name in [name for name in sys.modules if name == "flwr" or name.startswith("flwr.")]:
-        _aside[name] = sys.modules.pop(name)
-    sys.modules.update(_MODULES)
-
-
-def _swap_out() -> None:
-    for name in [name for name in sys.modules if name == "flwr" or name.startswith("flwr.")]:
-        del sys.modules[name]
-    sys.modules.update(_aside)
-    _aside.clear()
+_NO_PRIVACY = "privacy is the job's [privacy] table here"
+_FLOWER = StandIns(
+    "flwr",
+    {
+        "flwr": {},
+        "flwr.app": _APP,
+        "flwr.clientapp": {"ClientApp": ClientApp},
+        "flwr.clientapp.mod": _MODS,
+        "flwr.client": _CLIENT,
+        "flwr.client.mod": _MODS,
+        "flwr.common": _COMMON,
+        "flwr.common.logger": {"log": _told},
+        "flwr.common.typing": {"NDArrays": list, "Scalar": float, "Config": dict, "Metrics": dict},
+        "flwr.serverapp": {},
+        "flwr.serverapp.strategy": {},
+        "flwr.server": {},
+        "flwr.server.strategy": {},
+    },
+    {
+        "flwr.clientapp.mod": _NO_PRIVACY,
+        "flwr.client.mod": _NO_PRIVACY,
+        "flwr.serverapp": _NO_SERVER,
+        "flwr.server": _NO_SERVER,
+    },
+    "the adapter knows ClientApp, NumPyClient, Message, Context and their records",
+)
+flower_stands_in = _FLOWER.placed
+"""`with flower_stands_in():` `import flwr` finds the stand-in."""

@@ -57,6 +57,7 @@ FACE = [
     "load_survey",
     "load_task",
     "metrics",
+    "nvflare_script",
     "simulate",
 ]
 

@@ -247,7 +247,7 @@ def test_the_scikit_learn_quickstart_trains_to_what_flowers_average_gives(tmp_pa
         ('"train_loss": loss', '"train_loss": [loss, loss]', "'train_loss' is a list"),
         ('"train_loss": loss', '"train_loss": "small"', "'train_loss' is a str"),
         ("    return Message(content=content, reply_to=msg)", "    return content", "must return a Message"),
-        ("@app.train()", "@app.query()", "migrate flower"),
+        ("@app.train()", "@app.query()", "is an analysis here"),
         (
             '"metrics": metrics}), reply_to=msg)',
             '"metrics": metrics}))\napp = print',
