@@ -47,11 +47,11 @@ def flower_app(
     file that calls; a `client_fn` may be named in the place of an app. Flower itself is not needed: its names
     are stood in for while the app is imported and while a handler runs. `weights` gives the first weights: a
     function, or a reference like `app` to one in the app's files; a module, a state_dict, a list or a dict
-    of arrays. `train_config` and `evaluate_config` are what the app's server sends beside `server-round`. `run_config` is what handlers find in
-    `context.run_config`, over `[tool.flwr.app.config]` of the nearest pyproject.toml and under the silo's
-    own [data] table. `context.node_config` has `partition-id` and `num-partitions`: the client's number and
-    how many there are in a simulation, 0 of 1 at a silo. Metrics lose the `train_` or `eval_` before their
-    names, so that the loss is the table's loss.
+    of arrays. `train_config` and `evaluate_config` are what the app's server sends beside `server-round`.
+    `run_config` is what handlers find in `context.run_config`, over `[tool.flwr.app.config]` of the nearest
+    pyproject.toml and under the silo's own [data] table. `context.node_config` has `partition-id` and
+    `num-partitions`: the client's number and how many there are in a simulation, 0 of 1 at a silo. Metrics
+    lose the `train_` or `eval_` before their names, so that the loss is the table's loss.
 
     Raises TaskError for what cannot be carried, with what stands in its place: `context.state`, queries,
     replies with other keys than were sent, metrics that are no numbers.
