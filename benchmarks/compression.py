@@ -395,6 +395,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--runs", type=Path, default=RUNS, help="accuracy: finished runs, which are not made again"
     )
+    parser.add_argument("--masked", action="store_true", help="accuracy: under secure aggregation")
     parser.add_argument("--figures", type=Path, default=FIGURES, help="draw: the folder of the pictures")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args()
@@ -419,7 +420,9 @@ def main() -> None:
         for file in compression_accuracy.draw(rows, options.figures):
             print(file)
         return
-    rows = compression_accuracy.measure(options.runs, options.seeds, options.mnist, options.only)
+    rows = compression_accuracy.measure(
+        options.runs, options.seeds, options.mnist, options.only, options.masked
+    )
     table = compression_accuracy.costs(rows)
     if options.json:
         print(json.dumps(table))

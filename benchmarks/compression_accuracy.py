@@ -26,30 +26,42 @@ from torch.nn.functional import avg_pool2d, cross_entropy
 import roundtable as rt
 from roundtable.core import parse_job
 from roundtable.core.encodings import get_encoding
+from roundtable.core.encodings.composed.common_rank import CommonRank
 from roundtable.simulation import simulate
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LAST = 5
 TRAINED = 1500
 SIMPLE, FEEDBACK = "off", "on"
+MASKED = """
+[privacy]
+level = "none"
+secure_aggregation = true
+clip_norm = 20.0
+[evaluation]
+bounds = { accuracy = 1.0 }
+"""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A `[transfer]` table: what is sent up, with or without error feedback, and down."""
+    """A `[transfer]` table: what is sent up, with or without error feedback, and down; `masked` in a sum."""
 
     up: str
     feedback: str = SIMPLE
     down: str = "float32"
+    masked: bool = False
 
     @property
     def name(self) -> str:
         down = f", down {self.down}" if self.down != "float32" else ""
-        return self.up + (" + feedback" if self.feedback == FEEDBACK else "") + down
+        feedback = " + feedback" if self.feedback == FEEDBACK else ""
+        return self.up + feedback + down + (", masked" if self.masked else "")
 
     @property
     def table(self) -> str:
-        return f'up = "{self.up}"\nfeedback = "{self.feedback}"\ndown = "{self.down}"'
+        written = f'up = "{self.up}"\nfeedback = "{self.feedback}"\ndown = "{self.down}"'
+        return written + (MASKED if self.masked else "")
 
 
 TOP5, TOP1 = "topk(ratio=0.05) | int8", "topk(ratio=0.01) | int8"
@@ -89,6 +101,17 @@ OTHERS = (
     Contestant(TOP5, FEEDBACK, "int4"),
 )
 """Runs on the smallest task too, so that there is a curve for every encoding."""
+
+IN_SUMS = (
+    Contestant("float32", masked=True),
+    Contestant("randomk(ratio=0.2, indices=cohort)", masked=True),
+    Contestant("randomk(ratio=0.1, indices=cohort)", masked=True),
+    Contestant("lowrank(rank=8, basis=cohort)", FEEDBACK, masked=True),
+    Contestant("lowrank(rank=4, basis=cohort)", FEEDBACK, masked=True),
+    Contestant("lowrank(rank=2, basis=cohort)", FEEDBACK, masked=True),
+    Contestant("lowrank(rank=4, basis=cohort)", masked=True),
+)
+"""Run under secure aggregation, where clients' sums alone are seen."""
 
 LIMITS = (
     (0.2, 7.5, Contestant("int4")),
@@ -233,12 +256,16 @@ class Course:
         """Accuracy in points and how many times smaller than float32 an update is."""
         job = parse_job(JOB.format(seed=seed, transfer=contestant.table, **self.options))
         result = simulate(job, self.task() if self.task else None, folder=self.folder)
-        accuracy = [float(value) for value in result.history["accuracy"] if value is not None]
-        update = result.model.vector
+        column = "before_accuracy" if contestant.masked else "accuracy"
+        accuracy = [float(value) for value in result.history[column] if value is not None]
+        update = result.model.vector[: result.model.layout.sent.size]
         encoding = get_encoding(contestant.up).over(result.model.layout.sent)
-        travelled = encoding.encoded_size(len(update)) or sum(
-            len(block) for block in encoding.encode(torch.randn(len(update)))
-        )
+        if isinstance(encoding, CommonRank):
+            travelled = 2.0 * (encoding.values(1) + encoding.values(2))
+        else:
+            travelled = encoding.encoded_size(len(update)) or sum(
+                len(block) for block in encoding.encode(torch.randn(len(update)))
+            )
         return {
             "points": 100 * statistics.fmean(accuracy[-LAST:]),
             "curve": [round(100 * value, 2) for value in accuracy],
@@ -267,15 +294,20 @@ def courses(mnist: Path | None) -> Iterator[Course]:
     )
 
 
-def measure(file: Path, seeds: int, mnist: Path | None, only: Sequence[str]) -> list[dict[str, Any]]:
-    """Runs what is missing in `file`, and gives all that is there of these courses and seeds."""
+def measure(
+    file: Path, seeds: int, mnist: Path | None, only: Sequence[str], masked: bool
+) -> list[dict[str, Any]]:
+    """Runs what is missing in `file`, and gives all that is there of these courses and seeds.
+
+    `masked`: what is sent under secure aggregation, beside float32 without it.
+    """
     done = read(file)
     plan = [
         (course, contestant, seed)
         for seed in range(1, seeds + 1)
         for course in courses(mnist)
         if not only or course.name in only
-        for contestant in (*CHOSEN, *(OTHERS if course.name == "digits" else ()))
+        for contestant in _contestants(course, masked)
     ]
     began, made = time.monotonic(), 0
     for number, (course, contestant, seed) in enumerate(plan, 1):
@@ -292,6 +324,12 @@ def measure(file: Path, seeds: int, mnist: Path | None, only: Sequence[str]) -> 
         print(f"{said} (at most {left:.0f} min left)", file=sys.stderr, flush=True)
     wanted = {(course.name, contestant.name, seed) for course, contestant, seed in plan}
     return [row for key, row in done.items() if key in wanted]
+
+
+def _contestants(course: Course, masked: bool) -> tuple[Contestant, ...]:
+    if masked:
+        return (NO_CODING, *IN_SUMS)
+    return (*CHOSEN, *(OTHERS if course.name == "digits" else ()))
 
 
 def read(file: Path) -> dict[tuple[str, str, int], dict[str, Any]]:

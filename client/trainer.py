@@ -18,6 +18,7 @@ from roundtable.client.step_key import StepKey
 from roundtable.client.training.metrics import Metrics
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import NO_KEY, StreamKey, get_encoding
+from roundtable.core.encodings.composed.common_rank import CommonRank
 from roundtable.core.encodings.encoding import HeldBytes
 from roundtable.core.encodings.feedback import Feedback, Sending
 from roundtable.core.encodings.journey import EncodingWatch, norm, norm_lost
@@ -138,14 +139,18 @@ def write_remembering(
     key: StreamKey,
     kept: Mapping[str, Tensor] | None,
     chain: str = "",
+    basis: Tensor | None = None,
 ) -> EncodedUpdate:
     """Encodes a delta of a layout under `[transfer]`, as `chain` where that is chosen.
 
+    `basis` is what came behind the model, for an encoding that goes by it.
     `kept` is what the silo's newest update that counts left. With error feedback the delta is changed in
     place. Where encodings are chosen, what an earlier one dropped is sent with the next, whatever that is.
     """
     chain = chain or transfer.up
     encoding, watch = get_encoding(chain).over(layout), EncodingWatch()
+    if isinstance(encoding, CommonRank) and basis is not None:
+        encoding = encoding.at(basis, key.round)
     memory = Feedback("error") if transfer.automatic else transfer.memory
     exact = encoding.traits.error == "exact" and memory.way == "off"
     length = 0.0 if exact else norm(delta)

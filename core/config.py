@@ -17,6 +17,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from roundtable.core.algorithms.known_algorithms import AlgorithmField
 from roundtable.core.algorithms.table import AlgorithmTable
+from roundtable.core.encodings.assembly import foreign_stages, get_encoding
+from roundtable.core.encodings.composed.common_rank import CommonRank
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.cohort_table import CohortTable
 from roundtable.core.job_tables.discounts import DISCOUNTED_BY, Discount, make_discount
@@ -287,9 +289,21 @@ class JobConfig(Table):
 
     @property
     def writes(self) -> TransferTable:
-        """How silos write updates: in float32 where these are masked afterwards, in a form of their own."""
-        masked = masking_of(self.privacy) is not None
-        return self.transfer.model_copy(update={"up": "float32"}) if masked else self.transfer
+        """How silos write updates: in float32 where these are masked afterwards, in a form of their own.
+
+        Factors by a basis of the cohort are float32 already.
+        """
+        plain = masking_of(self.privacy) is not None and self.common_rank is None
+        return self.transfer.model_copy(update={"up": "float32"}) if plain else self.transfer
+
+    @property
+    def common_rank(self) -> CommonRank | None:
+        """The encoding of updates as factors by a basis that all silos share; None for any other."""
+        transfer = self.transfer
+        if transfer.automatic or foreign_stages(transfer.up):
+            return None
+        encoding = get_encoding(transfer.up)
+        return encoding if isinstance(encoding, CommonRank) else None
 
     @property
     def title(self) -> str:

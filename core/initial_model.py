@@ -1,16 +1,17 @@
-"""The model that a job starts from: the task's own, under the job's seed, as an artifact."""
+"""The model that a job starts from, and the flat vector that it is: the task's own, under the job's seed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from glob import escape
 
+import torch
 from torch import Tensor, nn
 
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.algorithms.layouts import algorithm_layout, initial_vector
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, RoundtableError, TaskError
 from roundtable.core.layout import Layout
@@ -33,7 +34,7 @@ def initial_model(job: JobConfig, task: AnyTask, algorithm: ClientAlgorithm | No
         raise
     except Exception as error:
         raise TaskError(f"task {job.task.name!r}: making its model failed: {described(error)}") from error
-    layout = algorithm_layout(job.model.rules(), algorithm or make_algorithm(job.algorithm), made)
+    layout = job_layout(job, algorithm or make_algorithm(job.algorithm), made)
     _check_patterns(job, layout)
     if layout.size == 0:
         raise TaskError(
@@ -48,6 +49,31 @@ def initial_model(job: JobConfig, task: AnyTask, algorithm: ClientAlgorithm | No
     }
     metadata = {"job": job.title, "task": job.task.name, "round": "0"}
     return Model(layout, initial_vector(layout, made), local, metadata)
+
+
+def job_layout(job: JobConfig, algorithm: ClientAlgorithm, made: nn.Module | Mapping[str, Tensor]) -> Layout:
+    """The layout that every party to the job derives from the task's model, alike to the last place."""
+    rules = job.model.rules()
+    own = algorithm.local_tensors(made) if isinstance(made, nn.Module) else ()
+    if own:
+        rules = replace(rules, local=(*rules.local, *map(escape, own)))
+    layout = Layout.of(made, rules)
+    if algorithm.places:
+        shapes: list[dict[str, tuple[int, ...]]] = [{}, {}]
+        for place in algorithm.places:
+            shapes[not place.sent][place.name] = (layout.size,) if place.shape is None else place.shape
+        layout = layout.with_places(*shapes)
+    common = job.common_rank
+    return layout if common is None else layout.with_basis(common.over(layout.sent).basis_size)
+
+
+def initial_vector(layout: Layout, made: nn.Module | Mapping[str, Tensor]) -> Tensor:
+    """The model's values, and zeros in all places behind it: float32 [layout.size]."""
+    if layout.model.size == layout.size:
+        return layout.flatten(made)
+    vector = torch.zeros(layout.size)
+    layout.model.flatten(made, vector[: layout.model.size])
+    return vector
 
 
 def whole_model(job: JobConfig, task: AnyTask, model: Model) -> Model:

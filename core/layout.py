@@ -33,6 +33,8 @@ from roundtable.core.tensor_spec import (
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PLACE = "algorithm/"
+_BASIS = "transfer/basis"
+_DOWN_ALONE = ("told", "transfer")
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,9 @@ class Layout:
     @cached_property
     def sent(self) -> Layout:
         """The part that an update has, always a first part: without what only the server sends."""
-        if not any(spec.kind == "told" for spec in self.tensors):
+        if not any(spec.kind in _DOWN_ALONE for spec in self.tensors):
             return self
-        return Layout(tuple(spec for spec in self.tensors if spec.kind != "told"))
+        return Layout(tuple(spec for spec in self.tensors if spec.kind not in _DOWN_ALONE))
 
     @cached_property
     def places(self) -> dict[str, slice]:
@@ -157,8 +159,14 @@ class Layout:
         return {
             spec.name.removeprefix(_PLACE): slice(spec.offset, spec.offset + spec.size)
             for spec in self.tensors
-            if spec.kind in BESIDE
+            if spec.kind in BESIDE and spec.kind != "transfer"
         }
+
+    @cached_property
+    def basis(self) -> slice:
+        """Where the basis lies that all silos take the factors of their updates by: at the vector's end."""
+        size = sum(spec.size for spec in self.tensors if spec.kind == "transfer")
+        return slice(self.size - size, self.size)
 
     def with_places(
         self, shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, tuple[int, ...]] | None = None
@@ -176,6 +184,11 @@ class Layout:
             specs.append(TensorSpec(_PLACE + name, shape, "float32", kind, "average", offset))
             offset += specs[-1].size
         return Layout(tuple(specs))
+
+    def with_basis(self, size: int) -> Layout:
+        """This layout with such a basis of so many values behind all else."""
+        basis = TensorSpec(_BASIS, (size,), "float32", "transfer", "average", self.size)
+        return Layout((*self.tensors, basis))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -25,10 +25,11 @@ from roundtable.core.errors import LayoutError
 
 Rule = Literal["average", "local", "drop", "frozen"]
 """`frozen`: every party makes the tensor itself, with the values whose digest is in the layout."""
-Kind = Literal["parameter", "buffer", "algorithm", "told"]
+Kind = Literal["parameter", "buffer", "algorithm", "told", "transfer"]
 """What a tensor is to the model; `algorithm`: nothing, it is a vector that an algorithm sends beside it;
-`told`: one that the server alone sends, and no update holds."""
-BESIDE = ("algorithm", "told")
+`told`: one that the server alone sends, and no update holds; `transfer`: what the server alone sends for the
+encoding of updates."""
+BESIDE = ("algorithm", "told", "transfer")
 """Kinds that lie behind the model, in this order."""
 
 DTYPES: dict[str, torch.dtype] = {
@@ -187,7 +188,7 @@ def _check_places(specs: tuple[TensorSpec, ...]) -> None:
 
 
 def _check_beside(spec: TensorSpec, last: Kind) -> None:
-    """What goes along beside the model lies behind it, as float32, and what is only told behind that."""
+    """What goes along beside the model lies behind it, as float32; what only the server sends, last."""
     if spec.kind in BESIDE and (spec.rule, spec.dtype, spec.alias_of) != (
         "average",
         "float32",
@@ -196,8 +197,8 @@ def _check_beside(spec: TensorSpec, last: Kind) -> None:
         raise LayoutError(f"{spec.name!r} is an algorithm's vector and does not travel as float32")
     if last in BESIDE and spec.kind not in BESIDE:
         raise LayoutError(f"tensor {spec.name!r} of the model lies behind an algorithm's vector")
-    if last == "told" and spec.kind != "told":
-        raise LayoutError(f"{spec.name!r} is sent by clients and lies behind what only the server sends")
+    if last in BESIDE and BESIDE.index(spec.kind) < BESIDE.index(last):
+        raise LayoutError(f"{spec.name!r} ({spec.kind}) lies behind what only the server sends ({last})")
 
 
 def _compact(value: Any) -> str:

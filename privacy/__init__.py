@@ -33,8 +33,8 @@ from roundtable.privacy.mechanisms.gaussian_mechanism import NoisyVector, add_ga
 from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise, SeededNoise
 from roundtable.privacy.mechanisms.tree import TreeFTRL
 from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render, weak_signal
-from roundtable.privacy.secure_round import SecureMean, SecureRound, fewest_survivors
-from roundtable.privacy.shared_sample import why_not_masked
+from roundtable.privacy.secure_round import SecureMean, SecureRound, fewest_survivors, subject_of
+from roundtable.privacy.shared_sample import values_masked, why_not_masked
 from roundtable.privacy.statement import account_statement, statement
 
 __all__ = [
@@ -103,6 +103,8 @@ __all__ = [
     "spent",
     "statement",
     "step_charge",
+    "subject_of",
+    "values_masked",
     "weak_signal",
     "why_not_masked",
 ]

@@ -12,6 +12,7 @@ nothing else, since exact sums beside a noisy one would tell more than the noise
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -163,9 +164,9 @@ class SecureRound:
         """The size of a masked vector."""
         return wire_bytes(self.length, self.parameters.ring_bits)
 
-    def session(self, job: str, round: int, attempt: int) -> Session:
-        """The protocol's name for an attempt."""
-        return Session(job, round, attempt, self.length)
+    def session(self, job: str, round: int, attempt: int, subject: bytes) -> Session:
+        """The protocol's name for an attempt at a sum of updates by a `subject_of`."""
+        return Session(job, round, attempt, self.length, subject)
 
     def encode(
         self,
@@ -254,6 +255,18 @@ class SecureRound:
     def _tail(self) -> Tally:
         assert self.tally is not None
         return self.tally
+
+
+def subject_of(config: str, model: str) -> bytes:
+    """What silos train by, as all of them have to have been told it: the job's text and the digest of the
+    file with the round's model, 32 bytes.
+
+    Were some given a model that gives no gradients, or a job with a learning rate of nothing, the sum would
+    be the update of the others (Pasquini et al. 2022, "Eluding Secure Aggregation in Federated Learning via
+    Model Inconsistency").
+    """
+    told = hashlib.sha256(config.encode()).digest() + hashlib.sha256(model.encode()).digest()
+    return hashlib.sha256(b"roundtable secagg subject\0" + told).digest()
 
 
 def exact_norm(columns: int) -> float:

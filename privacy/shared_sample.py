@@ -1,4 +1,5 @@
-"""Random-k under masks: the places that all silos of a round send, and what else cannot be added up."""
+"""What of an update is masked: all of it, random-k's values, or factors by a common basis; and what cannot be
+added up."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from roundtable.core.config import JobConfig
 from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.encodings.assembly import foreign_stages
 from roundtable.core.encodings.sparse import RandomK
-from roundtable.core.privacy_table import masking_of
+from roundtable.core.layout import Layout
+from roundtable.core.privacy_table import DistributedLevel, masking_of
 
 
 def shared_sample(job: JobConfig) -> RandomK | None:
@@ -30,6 +32,12 @@ def values_sent(job: JobConfig, dimension: int) -> int:
     return dimension if sample is None else sample.most(dimension)
 
 
+def values_masked(job: JobConfig, layout: Layout, round: int) -> int:
+    """The length of the vectors whose sum a round (from 1) makes, from the layout of an update."""
+    common = job.common_rank
+    return layout.size if common is None else common.over(layout).values(round)
+
+
 def why_not_masked(job: JobConfig) -> str:
     """Why updates that travel as the job says cannot be masked and added up; "" where they can."""
     transfer = job.transfer
@@ -38,16 +46,24 @@ def why_not_masked(job: JobConfig) -> str:
         return ""
     if transfer.automatic:
         return f"{said}: masked updates have all one form, and none is chosen for each silo; name one"
+    if job.common_rank is not None:
+        if isinstance(job.privacy, DistributedLevel):
+            return (
+                f"{said} and privacy.level = {job.privacy.level!r}: how many values a round has differs "
+                "between odd and even ones, and what a round costs is agreed on for one number; choose "
+                "randomk(ratio=..., indices=cohort)"
+            )
+        return ""
     if transfer.up.startswith("lowrank"):
         return (
-            f"{said}: factors that each silo makes of its own update do not add up; common ones take two "
-            "masked sums a round, of A Q and then of Pᵀ A, and a round has one: choose randomk(ratio=..., "
-            "indices=cohort)"
+            f"{said}: factors that each silo makes of its own update do not add up; set "
+            "lowrank(rank=..., basis=cohort)"
         )
     if transfer.remembers:
         return (
             f"{said}: a silo does not learn what of its own update was counted after clipping and rounding, "
-            'and cannot remember the rest: set transfer.feedback = "off"'
+            'and cannot remember the rest: set transfer.feedback = "off", or choose '
+            "lowrank(rank=..., basis=cohort)"
         )
     if foreign := foreign_stages(transfer.up):
         return (

@@ -16,6 +16,7 @@ from roundtable.client.encoding_trials import try_encodings
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, summable
 from roundtable.client.training.private_training import CANNOT_SAMPLE
 from roundtable.core.encodings import Encoding, StreamKey, get_encoding
+from roundtable.core.encodings.composed.common_rank import CommonRank
 from roundtable.core.encodings.feedback import Feedback, Sending, without_memory
 from roundtable.core.encodings.journey import norm, travelled
 from roundtable.core.errors import PrivacyError, TaskError
@@ -49,7 +50,7 @@ class ClientUpdates:
         self._attackers = Attackers.of(world.job)
         self.chain_of: Callable[[str], str] = lambda client: world.job.writes.up
         self._travelled: dict[str, TransferFigures] = {}
-        self._secure = SecureAggregation.of(world.job, world.layout.sent.size)
+        self._secure = SecureAggregation.of(world.job, world.layout.sent)
         self._before: dict[str, Metrics] = {}
         self._warned: set[str] = set()
         self._rows: Tensor | None = None
@@ -100,7 +101,7 @@ class ClientUpdates:
         for answer in self.backend.train(round, vector, list(self.work(indices)), rows):
             place = place_of[answer.client]
             if isinstance(answer, Trained):
-                self._received(answer, self._rows[place], step)
+                self._received(answer, self._rows[place], step, vector[self.world.layout.basis])
             yield place, answer
 
     def evaluate(self, round: int, vector: Tensor, indices: Sequence[int]) -> Iterator[Measured | Failed]:
@@ -217,11 +218,16 @@ class ClientUpdates:
             change = min(whole, encoding.encoded_size(layout.size) or encoding.size_bound(layout.size))
         return replace(figures, down=change, down_plain=whole)
 
-    def _received(self, answer: Trained, row: Tensor, step: Step) -> None:
-        """What the encoding makes of the update, as if it had travelled; and what stays at the client."""
+    def _received(self, answer: Trained, row: Tensor, step: Step, basis: Tensor) -> None:
+        """What the encoding makes of the update, as if it had travelled; and what stays at the client.
+
+        Factors by the round's `basis` are added up as they are: the row begins with them.
+        """
         index, kept = self.world.names.index_of(answer.client), dict(answer.local)
         sent, transfer = self.world.layout.sent, self.world.job.transfer
         encoding = as_counted(self.world.job, self.chain_of(answer.client), self.world.folder).over(sent)
+        if isinstance(encoding, CommonRank):
+            encoding = encoding.at(basis, step.round)
         figures = TransferFigures(encoding.encoded_size(sent.size) or 0, 4 * sent.size)
         if transfer.automatic:
             figures = replace(figures, encoding=encoding.chain)
@@ -262,6 +268,8 @@ class ClientUpdates:
         if memory.way != "off":
             sending.decoded(0, decoded)
         lost = vector if memory.way == "error" else vector - decoded
+        if isinstance(encoding, CommonRank):
+            decoded.zero_()[: len(data) // 4] = torch.frombuffer(bytearray(data), dtype=torch.float32)
         row.copy_(decoded)
         error = norm(lost) / length if length and not dense else None
         kept = transfer.kept_of(encoding.chain, sending.remembered)

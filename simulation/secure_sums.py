@@ -17,12 +17,13 @@ from roundtable.aggregation import TensorMatrix
 from roundtable.client.training.metrics import Metrics
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError
+from roundtable.core.layout import Layout
 from roundtable.core.privacy_table import masking_of
 from roundtable.core.seeds import numpy_generator
 from roundtable.engine import GroupMeans, Mean
 from roundtable.engine.messages import Step, Update
 from roundtable.engine.validation.secure_feasibility import least_of_groups
-from roundtable.privacy import SecureMean, SecureRound, SeededNoise
+from roundtable.privacy import SecureMean, SecureRound, SeededNoise, values_masked
 from roundtable.privacy.secagg import (
     SecureSum,
     ServerPhase,
@@ -39,12 +40,12 @@ class SecureAggregation:
     """How the mean of a round is made where nobody may see a single update."""
 
     job: JobConfig
-    columns: int
+    sent: Layout
 
     @classmethod
-    def of(cls, job: JobConfig, columns: int) -> SecureAggregation | None:
-        """The job's secure aggregation; None where it asks for none."""
-        return None if masking_of(job.privacy) is None else cls(job, columns)
+    def of(cls, job: JobConfig, sent: Layout) -> SecureAggregation | None:
+        """The job's secure aggregation of updates of this layout; None where it asks for none."""
+        return None if masking_of(job.privacy) is None else cls(job, sent)
 
     @property
     def label(self) -> str:
@@ -61,13 +62,15 @@ class SecureAggregation:
         rows: Sequence[Tensor],
         before: Mapping[str, Metrics],
     ) -> Mean | GroupMeans:
-        """The mean of the updates that arrived, or those of their groups; `rows[i]` is that of `updates[i]`.
+        """The mean of the updates that arrived, or those of their groups; `rows[i]` is that of `updates[i]`,
+        and begins with the values that are masked.
 
         `before` are, by client, the metrics of the model that the round began with, where it sums any.
         Raises AggregationError where too few clients are left for the protocol to give a sum.
         """
         try:
-            secure = SecureRound.of(self.job, self.columns, len(cohort), step.round)
+            columns = values_masked(self.job, self.sent, step.round)
+            secure = SecureRound.of(self.job, columns, len(cohort), step.round)
             sources = {
                 update.client: self._source(secure, step, update, row, before.get(update.client, {}))
                 for update, row in zip(updates, rows, strict=True)
@@ -87,7 +90,7 @@ class SecureAggregation:
     ) -> VectorSource:
         path = (step.round, step.attempt, update.client)
         return secure.encode(
-            row.cpu().numpy(),
+            row[: secure.columns].cpu().numpy(),
             update.examples,
             update.loss,
             before,
@@ -121,7 +124,7 @@ class SecureAggregation:
                 mean = secure.decode(group_sum.total, len(group_sum.survivors), len(members))
             except AggregationError as error:
                 decoded.append((members, str(error)))
-                rows.append(torch.full((self.columns,), torch.nan))
+                rows.append(torch.full((secure.columns,), torch.nan))
             else:
                 decoded.append((members, mean))
                 rows.append(mean.vector)

@@ -27,6 +27,7 @@ from roundtable.client.durable_files import append_synced
 from roundtable.client.failures import WorkFailed
 from roundtable.client.step_key import StepKey
 from roundtable.core.errors import ProtocolError
+from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
 from roundtable.privacy.secagg.custody import Cohort
 from roundtable.privacy.secagg.releases import members_digest, other_attempt
@@ -298,14 +299,12 @@ def refusing() -> Iterator[None]:
         raise WorkFailed("refused", str(error)) from error
 
 
-def model_values(model: Path) -> tuple[int, str]:
-    """The elements of an update of this model, and the digest of the model's values: a header with other
+def model_values(model: Path) -> tuple[Layout, str]:
+    """The layout of an update of this model, and the digest of the model's values: a header with other
     notes, or other names of tensors, makes no other model. Reads the whole file."""
     opened = open_model(model)
     vector = opened.vector
-    return opened.layout.sent.size, blake3(
-        vector.detach().contiguous().view(torch.uint8).numpy().data
-    ).hexdigest()
+    return opened.layout.sent, blake3(vector.detach().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _sum_of(masked: Masked) -> tuple[int, str, str]:

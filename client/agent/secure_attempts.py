@@ -145,11 +145,18 @@ class SecureAttempts:
             )
 
     def begin(
-        self, step: StepKey, job: JobConfig, columns: int, model: str, identities: Iterable[bytes]
+        self,
+        step: StepKey,
+        job: JobConfig,
+        columns: int,
+        model: str,
+        identities: Iterable[bytes],
+        subject: bytes,
     ) -> MaskingAttempt:
         """Takes part, with fresh keys, in an attempt to sum updates of `columns` values.
 
-        `model` identifies what they are trained from (`model_values`).
+        `model` identifies what they are trained from (`model_values`). With silos that have been told to
+        train by another `subject` (`subject_of`) no sum is made.
 
         Raises WorkFailed where the silo has begun it or a later one before, has no identity, or the peers
         that are announced are too few or not of its authority; BudgetExceeded where the silo's account does
@@ -180,7 +187,7 @@ class SecureAttempts:
         with refusing():
             self._ledger.begin(step)
         self.forget_job(step.job)
-        session = round.session(step.job, step.round, step.attempt)
+        session = round.session(step.job, step.round, step.attempt, subject)
         signer = Ed25519Signer(own.key)
         least = max(least, round.fewest)
         client = SecAggClient(session, round.parameters, self._name, signer, directory, releases, least)

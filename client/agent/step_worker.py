@@ -42,6 +42,7 @@ from roundtable.core.errors import ResourceError
 from roundtable.core.failpoints import failpoint
 from roundtable.core.foreign_text import printable
 from roundtable.core.observability.transfer_figures import ModelArrival
+from roundtable.privacy import subject_of, values_masked
 
 _log = logging.getLogger("roundtable.agent")
 
@@ -116,9 +117,10 @@ class StepWorker:
             in_line=in_line,
         )
         if asked.kind == "train" and is_secure(job):
-            size, values = await asyncio.to_thread(model_values, model)
-            identities = asked.identities
-            attempt = self._secure.begin(step, job, size, values, identities)
+            layout, values = await asyncio.to_thread(model_values, model)
+            columns = values_masked(job, layout, step.round)
+            subject = subject_of(instruction.config, asked.model.digest)
+            attempt = self._secure.begin(step, job, columns, values, asked.identities, subject)
             self.advertise(step)
             return replace(await self._train_masked(work, attempt), model=asked.model.digest)
         if asked.kind == "train":

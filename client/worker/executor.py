@@ -29,13 +29,12 @@ from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.algorithms.layouts import algorithm_layout
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.encodings.feedback import LOST_ESTIMATE, forgotten, without_memory
 from roundtable.core.errors import EncodingError, LayoutError, ResourceError, TaskError
 from roundtable.core.failpoints import failpoint
-from roundtable.core.initial_model import whole_model
+from roundtable.core.initial_model import job_layout, whole_model
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
 from roundtable.core.privacy_table import masking_of
@@ -143,7 +142,8 @@ class Executor:
                 raise EncodingError(LOST_ESTIMATE)
             log.warning("%s: what was remembered of earlier updates is lost; it begins anew", order.job)
         # What is remembered is durable before the update can leave: it counts with the update, or not at all.
-        written = write_remembering(Path(order.output), update.delta, transfer, sent, key, kept, chain)
+        basis = start.vector[warm.layout.basis]
+        written = write_remembering(Path(order.output), update.delta, transfer, sent, key, kept, chain, basis)
         failpoint("update_encoded", order.round, "train")
         left = {**update.local, **written.memory}
         self._state.save(order.job, (order.round, order.attempt), left, order.counted)
@@ -235,7 +235,7 @@ class Executor:
             task = load_task(order.task, Path(self.settings.folder), parameters=config.task.parameters)
             model = initial_state(task, config.seed)
             algorithm = make_algorithm(config.algorithm)
-            layout = algorithm_layout(config.model.rules(), algorithm, model)
+            layout = job_layout(config, algorithm, model)
             out = torch.empty(layout.sent.size)
             warm = self._warm = _WarmJob(order.job, config, task, algorithm, model, layout, out)
         start = open_model(Path(order.model), warm.layout)

@@ -21,9 +21,9 @@ from roundtable.client.training.silo_account import Protection
 from roundtable.client.worker.executor import Settings, part_of_batch
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.algorithms.layouts import algorithm_layout, initial_vector
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import TaskError
+from roundtable.core.initial_model import initial_vector, job_layout
 from roundtable.core.plugins.calls import LackingParameters
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.core.task import Site, initial_state, load_task
@@ -72,7 +72,7 @@ def rehearse(
     begins(1)
     made = initial_state(task, job.seed)
     algorithm = make_algorithm(job.algorithm)
-    layout = algorithm_layout(job.model.rules(), algorithm, made)
+    layout = job_layout(job, algorithm, made)
     if layout.size == 0:
         raise TaskError(f"no tensor of {type(task).__name__}'s model travels")
     vector = initial_vector(layout, made)

@@ -178,6 +178,7 @@ class ScriptTrainer:
             key,
             local,
             work.encoding,
+            start.vector[start.layout.basis],
         )
         left = {**mine, **written.memory}
         self._state.save(work.step.job, (work.step.round, work.step.attempt), left, work.kept)

@@ -14,6 +14,7 @@ from roundtable.core.encodings.block_integers import BlockIntegers, IntegerTable
 from roundtable.core.encodings.block_tables import BlockTable
 from roundtable.core.encodings.chain import StageText, parse_chain
 from roundtable.core.encodings.codec import Codec, CodecEncoding
+from roundtable.core.encodings.composed.common_rank import CommonRank
 from roundtable.core.encodings.composed.low_rank import LowRank, LowRankTable
 from roundtable.core.encodings.composed.multi_level import MultiLevel, MultiLevelTable
 from roundtable.core.encodings.composed.packing import Packed, ZstdTable
@@ -53,10 +54,15 @@ CODECS: dict[str, _CodecKind] = {
 }
 
 
+def low_rank(chain: str, table: LowRankTable, codec: Codec) -> Encoding:
+    """Factors by each client's own basis, or by that of the cohort."""
+    return (CommonRank if table.basis == "cohort" else LowRank)(chain, table, codec)
+
+
 CHOOSING: dict[str, tuple[Callable[..., Encoding], type[Table]]] = {
     "topk": (LargestValues, TopKTable),
     "randomk": (RandomK, RandomKTable),
-    "lowrank": (LowRank, LowRankTable),
+    "lowrank": (low_rank, LowRankTable),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from roundtable.core.errors import AggregationError
 from roundtable.core.model_delta import published
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
+from roundtable.engine.combining.noisy_sums import with_correlated_noise, with_fresh_noise
 from roundtable.engine.combining.received import GroupMeans, Mean, Received, Rows
+from roundtable.engine.combining.round_delta import RoundAccount, RoundDelta
 from roundtable.engine.combining.server_state import ServerState
 from roundtable.engine.combining.server_step import ServerStep
 from roundtable.engine.combining.staleness import discounted
@@ -31,31 +33,9 @@ from roundtable.engine.messages import Aggregated, Step
 from roundtable.engine.validation.round_noise import CorrelatedRounds, FreshNoise, SiloNoise
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import (
-    CentralDP,
-    CentralResult,
-    Charge,
-    CorrelatedNoise,
-    MatrixMechanism,
     NoiseSource,
     SecureNoise,
 )
-
-
-@dataclass(frozen=True)
-class RoundAccount:
-    """What a round's record says of how its model was made.
-
-    `excluded` maps a client to the reason why its update was left out; `charge` is the cost in privacy;
-    `training` are metrics as (sum, count) that no single update tells, `before` those of the model that the
-    round began with.
-    """
-
-    excluded: Mapping[str, str] = field(default_factory=dict)
-    weights: Mapping[str, float] = field(default_factory=dict)
-    diagnosis: Mapping[str, Any] = field(default_factory=dict)
-    charge: Mapping[str, Any] = field(default_factory=dict)
-    training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,15 +73,6 @@ class Combined:
         )
 
 
-@dataclass(frozen=True)
-class _Delta:
-    """What the server optimizer is given [d]; `state` is the next round's without the optimizer's own."""
-
-    vector: Tensor
-    state: ServerState
-    account: RoundAccount
-
-
 Publish = Callable[[Encoding, Tensor, Tensor, ServerState], tuple[Tensor, bytes]]
 """What silos get next [d] and the bytes of the change, of (encoding, what they hold [d], the exact model [d],
 the next round's state)."""
@@ -136,22 +107,18 @@ def combine(
     tells random-k its places. Raises AggregationError where what was received gives no sound answer.
     """
     noise = noise or SecureNoise()
-    match received, plan.noise:
-        case Rows(), FreshNoise():
-            delta = _with_fresh_noise(plan, plan.noise, received, state, noise)
-        case Rows(), CorrelatedRounds():
-            delta = _with_correlated_noise(plan, plan.noise, received, state, round, noise)
-        case Rows(), _:
-            delta = _of_rows(plan, received, state, round, seed, noise, diagnose, root_update)
-        case Mean(), _:
-            delta = _of_mean(received)
-        case GroupMeans(), _:
-            delta = _of_groups(plan, received, state, round, seed, diagnose)
+    delta = _delta_of(plan, received, state, round, seed, noise, diagnose, root_update)
     if plan.estimates:
         delta = _estimated(delta, received, state)
     if plan.thinned is not None:  # After the noise, which hides what was clipped, and not d/k times that.
         key = StreamKey(seed, round=round, attempt=attempt)
         delta = replace(delta, vector=plan.thinned.made_up(delta.vector, key))
+    basis = None
+    if plan.common is not None:
+        size = model.numel() - plan.common.basis_size
+        factors = plan.common.at(model[size:], round)
+        model, basis = model[:size], factors.following(delta.vector)
+        delta = replace(delta, vector=factors.expand(delta.vector))
     present = divisor = _present(received, delta.account)
     work = _work(received, delta.account) if plan.server is not None else ()
     match plan.noise, received:
@@ -169,6 +136,8 @@ def combine(
             "the new model is not finite although the aggregate is: lower the server's learning rate"
         )
     account = replace(delta.account, training={**delta.account.training, **told}) if told else delta.account
+    if basis is not None:  # Nothing else goes down in a form of its own then.
+        vector = torch.cat([vector, basis])
     if plan.down is None:
         return Combined(vector, replace(delta.state, optimizer=optimizer), account)
     after = replace(delta.state, optimizer=optimizer, exact=vector)
@@ -176,7 +145,31 @@ def combine(
     return Combined(held, after, account, data)
 
 
-def _estimated(delta: _Delta, received: Received, state: ServerState) -> _Delta:
+def _delta_of(
+    plan: Plan,
+    received: Received,
+    state: ServerState,
+    round: int,
+    seed: int,
+    noise: NoiseSource,
+    diagnose: bool,
+    root_update: Tensor | None,
+) -> RoundDelta:
+    """What was received, as the plan's rule or noise makes one of it."""
+    match received, plan.noise:
+        case Rows(), FreshNoise():
+            return with_fresh_noise(plan, plan.noise, received, state, noise)
+        case Rows(), CorrelatedRounds():
+            return with_correlated_noise(plan, plan.noise, received, state, round, noise)
+        case Rows(), _:
+            return _of_rows(plan, received, state, round, seed, noise, diagnose, root_update)
+        case Mean(), _:
+            return _of_mean(received)
+        case GroupMeans(), _:
+            return _of_groups(plan, received, state, round, seed, diagnose)
+
+
+def _estimated(delta: RoundDelta, received: Received, state: ServerState) -> RoundDelta:
     """G + mean of the differences C(Δᵢ − gᵢ): the mean of what all silos have sent so far (Richtárik et al.
     2021, algorithm 2). AggregationError where a silo is missing or new: G would hold what it never sent."""
     silos = tuple(sorted(update.client for update in received.updates)) if isinstance(received, Rows) else ()
@@ -242,7 +235,7 @@ def _of_rows(
     noise: NoiseSource,
     diagnose: bool,
     root_update: Tensor | None,
-) -> _Delta:
+) -> RoundDelta:
     """The job's rule over single updates."""
     rows = discounted(rows, round, plan.discount)
     sums = _sums(plan, rows, state)
@@ -254,22 +247,22 @@ def _of_rows(
         diagnosis=result.diagnosis.to_dict(),
         charge=_noise_of_silos(plan, noise),
     )
-    return _Delta(result.vector, ServerState(previous=_previous(plan, result), past=past), account)
+    return RoundDelta(result.vector, ServerState(previous=_previous(plan, result), past=past), account)
 
 
-def _of_mean(mean: Mean) -> _Delta:
+def _of_mean(mean: Mean) -> RoundDelta:
     """A mean that was made elsewhere: nobody is excluded from it here."""
     if not is_finite(mean.vector):
         raise AggregationError("the mean of the round's updates is not finite")
     account = RoundAccount(
         weights=mean.weights, charge=mean.account, training=mean.training, before=mean.before
     )
-    return _Delta(mean.vector, ServerState(), account)
+    return RoundDelta(mean.vector, ServerState(), account)
 
 
 def _of_groups(
     plan: Plan, means: GroupMeans, state: ServerState, round: int, seed: int, diagnose: bool
-) -> _Delta:
+) -> RoundDelta:
     """The job's rule over the means of groups.
 
     The record names the groups; excluded are the silos whose group was lost or spoiled, with the reason.
@@ -296,7 +289,7 @@ def _of_groups(
         training=means.training,
         before=means.before,
     )
-    return _Delta(result.vector, ServerState(previous=_previous(plan, result)), account)
+    return RoundDelta(result.vector, ServerState(previous=_previous(plan, result)), account)
 
 
 def _sums(plan: Plan, rows: Rows, state: ServerState) -> Tensor | None:
@@ -323,65 +316,6 @@ def _aggregated(
     context = RuleContext(state.previous, root_update, TensorMatrix(sums) if sums is not None else None)
     chance = derive_seed(seed, round, "aggregation")
     return aggregate(rows.matrix, clients, plan.aggregation, chance, context=context, diagnose=diagnose)
-
-
-def _with_fresh_noise(
-    plan: Plan, fresh: FreshNoise, rows: Rows, state: ServerState, noise: NoiseSource
-) -> _Delta:
-    """The sum of clipped updates with independent noise, over the cohort that was expected."""
-    mechanism = fresh.at(state.clip_norm)
-    result = mechanism.prepare(rows.matrix, noise)
-    after = ServerState(clip_norm=result.next_clip.clip_norm if result.next_clip else None)
-    account = _noisy_account(plan, mechanism, result, rows, fresh.charge, fresh.noise_multiplier)
-    return _Delta(result.vector, after, account)
-
-
-def _with_correlated_noise(
-    plan: Plan, rounds: CorrelatedRounds, rows: Rows, state: ServerState, round: int, noise: NoiseSource
-) -> _Delta:
-    """The same with noise that depends on that of earlier rounds."""
-    correlated = _correlated(rounds.ftrl, state, round, rows.matrix.columns)
-    draw = correlated.draw(noise)
-    result = rounds.mechanism.prepare(rows.matrix, noise, correlated=draw)
-    following = correlated.after(draw)
-    after = ServerState(drawn=following.history, draws=following.done)
-    charge = rounds.ftrl.charge(round)
-    account = _noisy_account(plan, rounds.mechanism, result, rows, charge, rounds.noise_multiplier)
-    return _Delta(result.vector, after, account)
-
-
-def _noisy_account(
-    plan: Plan, mechanism: CentralDP, result: CentralResult, rows: Rows, charge: Charge, multiplier: float
-) -> RoundAccount:
-    names = [rows.updates[row].client for row in result.rejected]
-    return RoundAccount(
-        excluded=dict.fromkeys(names, "the update holds values that are not finite"),
-        charge={
-            "level": plan.privacy.level,
-            "charge": charge.to_json(),
-            "clip_norm": mechanism.bound,
-            "noise_multiplier": multiplier,
-            "standard_deviation": result.standard_deviation,
-            "guarantee": result.guarantee,
-        },
-    )
-
-
-def _correlated(ftrl: MatrixMechanism, state: ServerState, round: int, columns: int) -> CorrelatedNoise:
-    """The noise that this round's depends on: a copy, since an attempt that fails must leave it alone."""
-    if state.drawn is None or state.draws != round - 1:
-        raise AggregationError(
-            f"the correlated noise of {state.draws} rounds is stored, and round {round} needs that of "
-            f"{round - 1}: without it the whole run has no guarantee. Start a new job"
-        )
-    kept = ftrl.factorisation.kept
-    if len(state.drawn) != kept:
-        raise AggregationError(
-            f"the stored state of the correlated noise has {len(state.drawn)} vectors, and the job's noise "
-            f"({ftrl.factorisation}) goes on from {kept}: it is another run's. Start a new job"
-        )
-    history = state.drawn.clone() if state.drawn.numel() else torch.empty(0, columns)
-    return CorrelatedNoise(ftrl, history, state.draws)
 
 
 def _noise_of_silos(plan: Plan, noise: NoiseSource) -> Mapping[str, Any]:

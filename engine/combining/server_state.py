@@ -97,7 +97,8 @@ class ServerState:
 
 
 def initial_server_state(plan: Plan, columns: int) -> ServerState:
-    """The state before round 1 of a model with `columns` values."""
+    """The state before round 1 of a model with `columns` values, with what lies behind it."""
+    columns -= plan.common.basis_size if plan.common is not None else 0
     state = ServerState(initial_optimizer_state(plan, columns))
     match plan.noise:
         case FreshNoise(mechanism) if mechanism.adaptive is not None:

@@ -40,6 +40,12 @@ def down_encoding(job: JobConfig, algorithm: ClientAlgorithm, folder: Path | Non
             f"{said}: what changed from model to model carries no round to warm up by; leave warmup out",
             key=_KEY,
         )
+    if job.common_rank is not None:
+        raise ConfigError(
+            f"{said} and transfer.up = {job.transfer.up!r}: the server sends the basis that updates go by "
+            "beside the model, and rounded it would not be orthonormal; leave transfer.down out",
+            key=_KEY,
+        )
     for place in algorithm.places:
         if place.compression is None:
             raise ConfigError(

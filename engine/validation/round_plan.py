@@ -17,6 +17,7 @@ from roundtable.core.algorithms.contract import AlgorithmPlace, ServerAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerTable
 from roundtable.core.encodings import Encoding
+from roundtable.core.encodings.composed.common_rank import CommonRank
 from roundtable.core.encodings.sparse import RandomK
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.discounts import Discount, constant
@@ -94,7 +95,7 @@ class Plan:
     what staleness leaves of an update; `server` is the server's part of an algorithm that has one. `down` is
     how the change from model to model is encoded; None where silos get the exact model. `estimates`: silos
     send differences from what they have sent (EF21). `thinned` multiplies what is published by d/k, after the
-    noise.
+    noise. `common`: updates are factors by a basis that lies behind the model.
     """
 
     aggregation: AggregationConfig
@@ -107,10 +108,20 @@ class Plan:
     down: Encoding | None = None
     estimates: bool = False
     thinned: RandomK | None = None
+    common: CommonRank | None = None
 
     def over(self, layout: Layout) -> Plan:
-        """The plan for vectors of this layout, which encodings of models may look at."""
-        return self if self.down is None else replace(self, down=self.down.over(layout))
+        """The plan for vectors of this layout, which encodings may look at. ConfigError for a model without
+        the basis that updates go by."""
+        common = None if self.common is None else self.common.over(layout.sent)
+        lying, wanted = layout.basis.stop - layout.basis.start, common.basis_size if common else 0
+        if lying != wanted:
+            raise ConfigError(
+                f"the model comes with a basis of {lying} values, and transfer.up takes {wanted}: begin with "
+                "a model that this job's task makes",
+                key=("transfer", "up"),
+            )
+        return replace(self, down=None if self.down is None else self.down.over(layout), common=common)
 
     def charge_of(self, round: int) -> Charge | None:
         """What publishing a round (from 1) costs the population; None where silos alone have accounts."""
@@ -192,7 +203,19 @@ def make_plan(
     part = ServerPart(server, algorithm.places) if server is not None else None
     down, thin = down_encoding(job, algorithm, folder), thinned(job, folder)
     estimates = job.transfer.memory.way == "ef21"
-    return Plan(aggregation, optimizer, job.privacy, noise, strategy, discount, part, down, estimates, thin)
+    return Plan(
+        aggregation,
+        optimizer,
+        job.privacy,
+        noise,
+        strategy,
+        discount,
+        part,
+        down,
+        estimates,
+        thin,
+        job.common_rank,
+    )
 
 
 def aggregation_config(table: AggregationTable, folder: Path | None = None) -> AggregationConfig:

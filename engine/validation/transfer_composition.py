@@ -12,7 +12,7 @@ from roundtable.core.encodings.assembly import foreign_stages
 from roundtable.core.encodings.sparse import RandomK
 from roundtable.core.errors import ConfigError, EncodingError, PrivacyError
 from roundtable.core.plugins.calls import named_at
-from roundtable.core.privacy_table import BareUpdates, FtrlLevel, NoPrivacy
+from roundtable.core.privacy_table import BareUpdates, FtrlLevel, NoPrivacy, masking_of
 
 
 def check_transfer(job: JobConfig, folder: Path | None = None) -> None:
@@ -54,6 +54,8 @@ def _check_chain(job: JobConfig, up: str, said: str, folder: Path | None) -> Non
             stacklevel=4,
         )
     _check_private(job, encoding, said)
+    if job.common_rank is not None:
+        _check_common(job, said, folder)
     if job.transfer.memory.way == "ef21":
         _check_fixed_cohort(job)
     if job.transfer.momentum and job.aggregation.server_optimizer.name != "fedavg":
@@ -62,6 +64,21 @@ def _check_chain(job: JobConfig, up: str, said: str, folder: Path | None) -> Non
             f"{job.aggregation.server_optimizer.name!r}: the silos' momentum stands for the server's, and "
             'both would add up; set name = "fedavg"',
             key=("transfer", "momentum"),
+        )
+
+
+def _check_common(job: JobConfig, said: str, folder: Path | None) -> None:
+    """What factors by a basis of the cohort ask for."""
+    if masking_of(job.privacy) is None:
+        raise ConfigError(
+            f"{said}: factors by a basis of the cohort are for sums, and here each update travels by "
+            "itself: leave out basis=cohort, which is better then, or set privacy.secure_aggregation = true",
+            key=("transfer", "up"),
+        )
+    if find_rule(job.aggregation.rule, folder).takes("previous"):
+        raise ConfigError(
+            f"{said} and aggregation.rule = {job.aggregation.rule!r}: it starts from the last round's "
+            "aggregate, which had another basis; choose another rule, or leave transfer.up out"
         )
 
 

@@ -40,14 +40,21 @@ class Signer(Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """Which attempt this is, and how many ring elements every silo submits."""
+    """Which attempt this is, how many ring elements every silo submits, and what they follow from.
+
+    `subject`, of 32 bytes where there is one, is a digest of all that silos have been told to train by: those
+    that were told different things hold each other's messages for those of another attempt.
+    """
 
     job: str
     round: int
     attempt: int
     length: int
+    subject: bytes = b""
 
     def __post_init__(self) -> None:
+        if len(self.subject) not in (0, KEY_BYTES):
+            raise ProtocolError(f"the subject of a session has {KEY_BYTES} bytes, not {len(self.subject)}")
         if self.length > MAXIMUM_LENGTH:
             raise ProtocolError(f"a vector of {self.length} elements is longer than a mask: {MAXIMUM_LENGTH}")
 
@@ -55,7 +62,7 @@ class Session:
         """What advertisements are bound to, before the cohort is known."""
         job = self.job.encode()
         fixed = struct.pack("<IQQQ", len(job), self.round, self.attempt, self.length)
-        return hashlib.sha256(b"roundtable secagg session\0" + fixed + job).digest()
+        return hashlib.sha256(b"roundtable secagg session\0" + fixed + job + self.subject).digest()
 
 
 def session_id(session: Session, parameters: bytes, cohort: list[tuple[str, bytes, bytes]]) -> bytes:

@@ -30,6 +30,7 @@ def to_snapshot(custody: Custody) -> bytes:
     job = cohort.session.job.encode()
     session = cohort.session
     parts = [_SESSION.pack(len(job), session.round, session.attempt, session.length), job]
+    parts += [bytes([len(session.subject)]), session.subject]
     parts += [cohort.parameters.to_bytes(), struct.pack("<HH", custody.index, custody.minimum_cohort)]
     for name, identity in zip(cohort.names, cohort.identities, strict=True):
         parts += [bytes([len(name.encode())]), name.encode(), identity]
@@ -50,7 +51,7 @@ def from_snapshot(snapshot: bytes) -> Custody:
         raise ProtocolError("these bytes are not a snapshot of a secure aggregation")
     reader = Reader(envelope.payload)
     job, round, attempt, length = _SESSION.unpack(reader.take(_SESSION.size))
-    session = Session(reader.text(job), round, attempt, length)
+    session = Session(reader.text(job), round, attempt, length, reader.take(reader.number(1)))
     parameters = SecAggParameters.from_bytes(reader.take(PARAMETERS_BYTES))
     index, minimum_cohort, n = reader.number(2), reader.number(2), parameters.n
     silos = [(reader.text(reader.number(1)), reader.take(KEY_BYTES)) for _ in range(n)]

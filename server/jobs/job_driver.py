@@ -145,7 +145,7 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
         account = Account(row.id, job, plan, population, services.database, services.clock, reserving)
     collection: RoundCollection = PlainRounds(job, layout.sent, services)
     if masking_of(job.privacy) is not None:
-        collection = SecureRounds(row.id, job, layout.sent.size, services, inbox, tasks)
+        collection = SecureRounds(row.id, job, row.config, layout.sent, services, inbox, tasks)
     combiner = Combiner(job, plan, services.artifacts, services.trusted)
     aggregate = AggregateAction(row.id, combiner, collection, account, services, inbox)
     instructions = StepInstructions(row.id, row.config, layout.fingerprint, _submission(row), services)

@@ -25,7 +25,7 @@ from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.module_state import borrowed
 from roundtable.core import JobConfig, Task
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.algorithms.layouts import algorithm_layout, initial_vector
+from roundtable.core.initial_model import initial_vector, job_layout
 from roundtable.engine import Rows, combine, initial_server_state, make_plan
 from roundtable.engine import messages as m
 
@@ -177,7 +177,7 @@ class Silos:
         self.task, self.job = Problem(case), job_of(case)
         self.algorithm = make_algorithm(self.job.algorithm)
         self.module = self.task.model()
-        self.layout = algorithm_layout(self.job.model.rules(), self.algorithm, self.module)
+        self.layout = job_layout(self.job, self.algorithm, self.module)
         self.vector = initial_vector(self.layout, self.module)
         self.data = [
             (torch.tensor(c["x"], dtype=torch.float64), torch.tensor(c["y"], dtype=torch.float64))

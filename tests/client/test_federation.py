@@ -89,6 +89,62 @@ async def test_training_processes_give_the_same_model_under_secure_aggregation(
     assert history[0]["charge"]["examples"] == 96
 
 
+STEADY = """
+import torch
+from roundtable.core import Task
+
+class Toy(Task):
+    def model(self):
+        return torch.nn.Linear(6, 8)
+    def data(self, site):
+        return (torch.randn(1, 8, 6, generator=torch.Generator().manual_seed(site.options["seed"])),), None
+    def loss(self, model, batch, context):
+        from pathlib import Path
+        flag = Path(__file__).with_name("failed")
+        if (context.round, context.site) == (3, "cedar") and not flag.exists():
+            flag.touch()
+            raise ValueError("this once")
+        return (model.weight * batch[0]).sum() + model.bias.sum()
+"""
+
+
+async def test_masked_factors_and_what_silos_remember_of_them_are_all_that_they_trained(
+    federation: Federation,
+) -> None:
+    """Gradients that stay the same, round 3 made again: the model's way and the silos' memories add up."""
+    _, folder = federation
+    (folder / "toy.py").write_text(STEADY)
+    table = {
+        "task": "toy",
+        "rounds": 5,
+        "cohort": {"size": 3, "minimum": 3},
+        "algorithm": {"learning_rate": 0.1, "steps": 1, "batch_size": 1},
+        "aggregation": {"weighting": "uniform"},
+        "evaluation": {"every": 0},
+        "privacy": {"level": "none", "secure_aggregation": True, "clip_norm": 10.0},
+        "transfer": {"up": "lowrank(rank=2, basis=cohort)"},
+    }
+    job = JobConfig.model_validate(table)
+    model = initial_model(job, load_task("toy.py", folder))
+    size = model.layout.model.size
+    assert (size, model.layout.size) == (56, 56 + 2 * 8)
+    async with agents(*(silo(federation, name) for name in NAMES)):
+        status, history, final = await asyncio.to_thread(run_job, federation, job, model)
+    assert status == "finished"
+    assert [record["attempt"] for record in history] == [1, 1, 2, 1, 1]
+    remembered, trained = torch.zeros(size), torch.zeros(size)
+    for place, name in enumerate(NAMES):
+        (kept,) = (folder / "state" / name / "jobs").glob("*/round-5.1.safetensors")
+        remembered += load_file(kept)["transfer:error"] / 3
+        drawn = torch.randn(1, 8, 6, generator=torch.Generator().manual_seed(place))
+        trained += -0.1 * 5 * torch.cat([drawn.flatten(), torch.ones(8)]) / 3
+    moved = (final.vector - model.vector)[:size]
+    assert remembered[:48].norm() > 0.1
+    torch.testing.assert_close(moved + remembered, trained, rtol=0, atol=2e-3)
+    basis = final.vector[final.layout.basis][: 2 * 8].view(8, 2)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(2), rtol=0, atol=1e-5)
+
+
 async def test_three_silos_train_one_model(federation: Federation) -> None:
     _, folder = federation
     settings = {"learning_rate": 0.3, "epochs": 3, "batch_size": 8}

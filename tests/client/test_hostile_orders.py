@@ -27,7 +27,7 @@ from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import RoundtableError
 from roundtable.core.identity.credentials import SiloIdentity, issue, load_silo_identity
-from roundtable.privacy import SecureRound
+from roundtable.privacy import SecureRound, subject_of
 from roundtable.privacy.secagg import ClientPhase, Ed25519Signer, SecAggClient, SecAggServer, ServerPhase
 from roundtable.privacy.secagg.custody import Cohort
 from roundtable.privacy.secagg.framing import Kind, unseal
@@ -228,7 +228,7 @@ class Adversary:
         asked.train.identities.extend(self.certificates[name] for name in names)
         size = self.models[model].layout.size
         plan = SecureRound.of(self.job(job), size, len(names), round)
-        session = plan.session(job, round, attempt)
+        session = plan.session(job, round, attempt, subject_of(asked.job_config, asked.train.model.digest))
         directory = {name: self.keys[name] for name in names}
         played = {
             name: SecAggClient(

@@ -30,6 +30,7 @@ from roundtable.privacy.secagg import ClientPhase, SecAggServer, VectorSource
 NAMES = ("alder", "birch", "cedar")
 COLUMNS = 40
 MODEL = "0" * 64
+SUBJECT = bytes(32)
 STEP = StepKey("job-1", 1, 1, "train")
 
 
@@ -84,9 +85,11 @@ class Coordinator:
         wanted = wanted or job()
         self.round = SecureRound.of(wanted, COLUMNS, len(names), 1)
         shown = certificates(folder, *names)
-        begun = {n: own.begin(self.step, wanted, COLUMNS, MODEL, shown) for n, own in self.silos.items()}
+        begun = {
+            n: own.begin(self.step, wanted, COLUMNS, MODEL, shown, SUBJECT) for n, own in self.silos.items()
+        }
         directory = {name: attempt.client._directory[name] for name, attempt in begun.items()}
-        session = self.round.session(name, 1, attempt)
+        session = self.round.session(name, 1, attempt, SUBJECT)
         self.server = SecAggServer(session, self.round.parameters, directory)
         for attempt_ in begun.values():
             self.server.receive(attempt_.advert)
@@ -162,12 +165,14 @@ def test_a_substituted_identity_is_refused(folder: Path) -> None:
     issue(folder / "evil", "cedar", "agent", folder / "false")
     shown = [*certificates(folder, "alder", "birch"), certificate_of(folder / "false")]
     with pytest.raises(WorkFailed, match=r"a peer cannot be trusted.*not issued by the authority"):
-        silo(folder, "alder").begin(STEP, job(), COLUMNS, MODEL, shown)
+        silo(folder, "alder").begin(STEP, job(), COLUMNS, MODEL, shown, SUBJECT)
 
 
 def test_a_known_silo_keeps_the_key_that_it_showed_first(folder: Path) -> None:
     """Whoever has the issuing key makes a second cedar; a person, or the root, says which one is true."""
-    silo(folder, "alder").begin(STEP._replace(attempt=1), job(), COLUMNS, MODEL, certificates(folder))
+    silo(folder, "alder").begin(
+        STEP._replace(attempt=1), job(), COLUMNS, MODEL, certificates(folder), SUBJECT
+    )
 
     def online() -> bytes:
         key = Ed25519PrivateKey.generate().public_key()
@@ -176,18 +181,26 @@ def test_a_known_silo_keeps_the_key_that_it_showed_first(folder: Path) -> None:
     others, false = certificates(folder, "alder", "birch"), online()
     with pytest.raises(WorkFailed, match=r"'cedar' presents a new key .*`roundtable client forget cedar`"):
         # Also after a restart.
-        silo(folder, "alder").begin(STEP._replace(attempt=2), job(), COLUMNS, MODEL, [*others, false])
-    silo(folder, "alder").begin(STEP._replace(attempt=3), job(), COLUMNS, MODEL, certificates(folder))
+        silo(folder, "alder").begin(
+            STEP._replace(attempt=2), job(), COLUMNS, MODEL, [*others, false], SUBJECT
+        )
+    silo(folder, "alder").begin(
+        STEP._replace(attempt=3), job(), COLUMNS, MODEL, certificates(folder), SUBJECT
+    )
     KnownPeers(config(folder, "alder").state).forget("cedar")
-    silo(folder, "alder").begin(STEP._replace(attempt=4), job(), COLUMNS, MODEL, [*others, false])
+    silo(folder, "alder").begin(STEP._replace(attempt=4), job(), COLUMNS, MODEL, [*others, false], SUBJECT)
     # A certificate that was renewed for the same key is no other silo; one of the root's own needs no person.
     public = x509.load_pem_x509_certificates(false)[0].public_key()
     assert isinstance(public, Ed25519PublicKey)
     renewed = Authority.issuing(folder / "ca").certify(public, "cedar", "agent")
-    silo(folder, "alder").begin(STEP._replace(attempt=5), job(), COLUMNS, MODEL, [*others, renewed])
-    silo(folder, "alder").begin(STEP._replace(attempt=6), job(), COLUMNS, MODEL, certificates(folder))
+    silo(folder, "alder").begin(STEP._replace(attempt=5), job(), COLUMNS, MODEL, [*others, renewed], SUBJECT)
+    silo(folder, "alder").begin(
+        STEP._replace(attempt=6), job(), COLUMNS, MODEL, certificates(folder), SUBJECT
+    )
     with pytest.raises(WorkFailed, match="presents a new key"):
-        silo(folder, "alder").begin(STEP._replace(attempt=7), job(), COLUMNS, MODEL, [*others, false])
+        silo(folder, "alder").begin(
+            STEP._replace(attempt=7), job(), COLUMNS, MODEL, [*others, false], SUBJECT
+        )
     with pytest.raises(ConfigError, match="'oak' is not known here; this silo has met alder, birch, cedar"):
         KnownPeers(config(folder, "alder").state).forget("oak")
 
@@ -197,21 +210,23 @@ def test_a_damaged_memory_of_peers_is_no_empty_one(folder: Path, text: str) -> N
     damaged = silo(folder, "alder")
     (config(folder, "alder").state / "peers.json").write_text(text)
     with pytest.raises(WorkFailed, match=r"peers\.json is damaged"):
-        damaged.begin(STEP, job(), COLUMNS, MODEL, certificates(folder))
+        damaged.begin(STEP, job(), COLUMNS, MODEL, certificates(folder), SUBJECT)
 
 
 def test_two_identities_of_one_silo_are_refused(folder: Path) -> None:
     issue(folder / "ca", "cedar", "agent", folder / "again")
     shown = [*certificates(folder), certificate_of(folder / "again")]
     with pytest.raises(WorkFailed, match="announces two identities for cedar"):
-        silo(folder, "alder").begin(STEP, job(), COLUMNS, MODEL, shown)
+        silo(folder, "alder").begin(STEP, job(), COLUMNS, MODEL, shown, SUBJECT)
 
 
 def test_a_silo_hides_only_among_as_many_as_it_demands(folder: Path) -> None:
     with pytest.raises(WorkFailed, match=r"a sum is over 3 silos.*at least 5 \(\[policy\] minimum_cohort\)"):
-        silo(folder, "alder", least=5).begin(STEP, job(), COLUMNS, MODEL, certificates(folder))
+        silo(folder, "alder", least=5).begin(STEP, job(), COLUMNS, MODEL, certificates(folder), SUBJECT)
     with pytest.raises(WorkFailed, match="another identity for this silo"):
-        silo(folder, "alder").begin(STEP, job(), COLUMNS, MODEL, certificates(folder, "birch", "cedar"))
+        silo(folder, "alder").begin(
+            STEP, job(), COLUMNS, MODEL, certificates(folder, "birch", "cedar"), SUBJECT
+        )
 
 
 def test_a_job_without_secure_aggregation_is_refused_where_it_is_demanded(folder: Path) -> None:
@@ -304,10 +319,10 @@ def test_a_silo_that_trusts_the_root_alone_refuses_peers_of_the_issuing_authorit
     shown = [*certificates(folder, "alder", "birch"), made]
     lax = config(folder, "alder")
     strict = replace(lax, state=folder / "strict", policy=PolicyTable(identities="root"))
-    taking_part(lax).begin(STEP, job(), COLUMNS, MODEL, shown)
+    taking_part(lax).begin(STEP, job(), COLUMNS, MODEL, shown, SUBJECT)
     with pytest.raises(WorkFailed, match="not from the root"):
-        taking_part(strict).begin(STEP, job(), COLUMNS, MODEL, shown)
-    taking_part(strict).begin(STEP, job(), COLUMNS, MODEL, certificates(folder))
+        taking_part(strict).begin(STEP, job(), COLUMNS, MODEL, shown, SUBJECT)
+    taking_part(strict).begin(STEP, job(), COLUMNS, MODEL, certificates(folder), SUBJECT)
 
 
 def test_two_sums_that_differ_by_one_silo_are_not_both_made(folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from roundtable.core import ArrayTask, Model, Site, Task, initial_state, parse_job
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.algorithms.layouts import algorithm_layout, initial_vector
+from roundtable.core.initial_model import initial_vector, job_layout
 from roundtable.simulation.backend import Backend, Failed, Trained, Work, World
 from roundtable.simulation.backends.sequential import one_thread
 
@@ -134,7 +134,7 @@ def world(task: Task | ArrayTask, algorithm: str = "", model: str = "", folder: 
         f"[model]\n{model}\n[simulation]\nclients = {len(SIZES)}"
     )
     state = initial_state(task, job.seed)
-    layout = algorithm_layout(job.model.rules(), make_algorithm(job.algorithm, folder), state)
+    layout = job_layout(job, make_algorithm(job.algorithm, folder), state)
     return World(job, task, Model(layout, initial_vector(layout, state).clone()), folder=folder)
 
 

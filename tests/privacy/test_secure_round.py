@@ -210,7 +210,8 @@ def test_of_random_k_only_the_values_that_are_sent_are_masked(ring: str) -> None
         total = plain_sum([round.encode(row, 1, None) for row in rows], round.parameters).total
         mean = round.decode(total, 4, 4).vector.numpy()
         places = np.flatnonzero(mean)
-        assert (np.diff(places // 4) <= 1).all()
+        # Rounding at random may make a value zero.
+        assert 0.95 * round.values < len(np.unique(places // 4)) == len(places)
         np.testing.assert_allclose(mean[places], 4 * rows.mean(0)[places], atol=1e-2)
         seen.append(set(places.tolist()))
     assert seen[0] != seen[1]
@@ -235,7 +236,7 @@ def test_of_random_k_only_the_values_that_are_sent_are_masked(ring: str) -> None
             "or choose randomk(ratio=..., indices=cohort) alone",
         ),
         ('up = "randomk(ratio=0.1, indices=cohort, scaled=false)"', "what of its own update was counted"),
-        ('up = "lowrank(rank=2)"', "common ones take two masked sums a round"),
+        ('up = "lowrank(rank=2)"', "do not add up; set lowrank(rank=..., basis=cohort)"),
         ('up = "int4"', "masked vectors travel in a form of their own"),
     ],
 )

@@ -15,8 +15,8 @@ from algorithm_tasks import Normalised, Plain
 
 from roundtable.core import JobConfig
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.algorithms.layouts import algorithm_layout
 from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.core.initial_model import job_layout
 from roundtable.core.plugins.doors import import_file
 from roundtable.simulation import Result, simulate
 
@@ -99,7 +99,7 @@ def worked_out(name: str, column: str, chosen: dict[tuple[str, int], str], folde
     module: Any = import_file(file, "the reference", ConfigError)
     job = JobConfig.model_validate(document)
     algorithm = make_algorithm(job.algorithm)
-    module.LAYOUT = algorithm_layout(job.model.rules(), algorithm, task_of(name).model()).sent
+    module.LAYOUT = job_layout(job, algorithm, task_of(name).model()).sent
     module.CHOSEN = chosen
     document["algorithm"] = {**document["algorithm"], "name": f"{file.name}:Encoded"}
     return run(name, document, folder)

@@ -64,6 +64,32 @@ def test_small_rings_give_the_same_bits_masked_and_not(run, ring):
     assert 0 < off < {8: 1.0, 12: 0.1}[ring]
 
 
+FACTORS = {**SECURE, "transfer__up": "lowrank(rank=2, basis=cohort)", "rounds": 4}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"simulation__masking": "fast"},
+        {"simulation__backend": "processes", "simulation__workers": 2},
+        {"aggregation__server_optimizer": {"name": "fedadam", "learning_rate": 0.05}},
+    ],
+    ids=["fast", "processes", "an optimizer with a state"],
+)
+def test_masked_factors_are_the_same_however_they_are_added_up(run, tmp_path, how):
+    """By every backend and masking, and where the run goes on from what was stored after its second round."""
+    drops = {**FACTORS, "simulation__dropouts": {"dropout": 0.1}, "cohort__size": 8, "cohort__minimum": 6}
+    optimizer = {k: v for k, v in how.items() if k.startswith("aggregation")}
+    real = run(**drops, **optimizer)
+    assert real.status == "finished"
+    assert sum(real.history["failed"]) > 0
+    run(**{**drops, "rounds": 2}, **how, _run_dir=tmp_path / "run")
+    other = run(**drops, **how, _run_dir=tmp_path / "run", _resume=True)
+    torch.testing.assert_close(other.model.vector, real.model.vector, rtol=1e-5, atol=1e-6)
+    layout = real.model.layout
+    assert layout.size == layout.model.size + (layout.basis.stop - layout.basis.start)
+
+
 @pytest.mark.parametrize("masking", ["real", "fast"])
 def test_too_few_survivors_fail_the_attempt(run, masking):
     lost = {"simulation__dropouts": {"dropout": 0.6}, "cohort__size": 8, "cohort__minimum": 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -54,9 +54,14 @@ class LowRankTable(Table):
     warm: bool = Field(
         True, description="begin with the silo's Q of its update before; else with a drawn one"
     )
+    basis: Literal["own", "cohort"] = Field(
+        "own",
+        description="cohort: one factor a round, by a basis that all silos share, whose sum means something: "
+        "for secure aggregation",
+    )
 
 
-class _Matrix(NamedTuple):
+class Matrix(NamedTuple):
     """A tensor as it is sent: its values, with `rank` 0, or factors [rows, rank] and [rank, columns]."""
 
     offset: int
@@ -145,18 +150,18 @@ class LowRank(Encoding):
                 continue
             left = whole_run(self.codec, source, matrix.rows * matrix.rank)
             right = whole_run(self.codec, source, matrix.rank * matrix.columns)
-            yield matrix.size, _Product(left, right, matrix)
+            yield matrix.size, FactorProduct(left, right, matrix)
 
-    def _matrices(self, elements: int) -> list[_Matrix]:
+    def _matrices(self, elements: int) -> list[Matrix]:
         return [self._matrix(spec) for spec in tensors_of(self.chain, self._layout, elements)]
 
-    def _matrix(self, spec: TensorSpec) -> _Matrix:
+    def _matrix(self, spec: TensorSpec) -> Matrix:
         rows = spec.shape[0] if spec.shape else 1
         columns = spec.size // rows
         rank = min(self.table.rank, rows, columns)
-        return _Matrix(spec.offset, rows, columns, rank if rank * (rows + columns) < spec.size else 0)
+        return Matrix(spec.offset, rows, columns, rank if rank * (rows + columns) < spec.size else 0)
 
-    def _size(self, matrix: _Matrix) -> int:
+    def _size(self, matrix: Matrix) -> int:
         if not matrix.rank:
             return self.codec.size(matrix.size)
         return self.codec.size(matrix.rows * matrix.rank) + self.codec.size(matrix.rank * matrix.columns)
@@ -184,10 +189,10 @@ def factors(matrix: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return p.contiguous(), following.contiguous()
 
 
-class _Product:
+class FactorProduct:
     """The values of P Q, row by row: Σ p·q over the rank, in order and each rounded to float32."""
 
-    def __init__(self, left: Tensor, right: Tensor, matrix: _Matrix) -> None:
+    def __init__(self, left: Tensor, right: Tensor, matrix: Matrix) -> None:
         self._left = left.view(matrix.rows, matrix.rank)
         self._right = right.view(matrix.rank, matrix.columns)
         self._at = 0

@@ -19,7 +19,7 @@ from roundtable.engine import GroupMeans, Mean
 from roundtable.engine import messages as m
 from roundtable.engine.validation.secure_feasibility import least_of_groups
 from roundtable.privacy import SecureMean, SecureRound
-from roundtable.privacy.secagg import GroupedServer, SecAggServer, ServerPhase
+from roundtable.privacy.secagg import GroupedServer, SecAggServer, ServerPhase, Session
 from roundtable.privacy.secagg.framing import Kind, unseal
 from roundtable.privacy.secagg.masks import Ring, ring_dtype
 from roundtable.server.jobs.secagg.journal import Journal
@@ -70,14 +70,16 @@ class SecureAttempt:
         step: m.Step,
         path: Path,
         identities: Mapping[str, Identity],
+        subject: bytes,
     ) -> SecureAttempt:
-        """A new attempt among these silos. PrivacyError where they are too few."""
+        """A new attempt among these silos, which train by `subject`. PrivacyError where they are too few."""
         round = SecureRound.of(job, columns, len(identities), step.round)
         journal = Journal(path)
         record = {name: [held.certificate.decode(), held.key.hex()] for name, held in identities.items()}
-        journal.add("silos", json.dumps(record).encode())
+        journal.add("silos", json.dumps({"subject": subject.hex(), "silos": record}).encode())
         journal.sync()
-        return cls(round, _server(round, job_id, job, step, identities, path), identities, journal)
+        session = round.session(job_id, step.round, step.attempt, subject)
+        return cls(round, _server(round, session, job, identities, path), identities, journal)
 
     @classmethod
     def resume(
@@ -92,9 +94,11 @@ class SecureAttempt:
             journal.close(forget=True)
             raise StorageError(f"the journal {path.name} of the attempt has no beginning")
         record = json.loads(journal.entries[0][1])
-        identities = {name: Identity(pem.encode(), bytes.fromhex(key)) for name, (pem, key) in record.items()}
+        silos = record["silos"].items()
+        identities = {name: Identity(pem.encode(), bytes.fromhex(key)) for name, (pem, key) in silos}
         round = SecureRound.of(job, columns, len(identities), step.round)
-        attempt = cls(round, _server(round, job_id, job, step, identities, path), identities, journal)
+        session = round.session(job_id, step.round, step.attempt, bytes.fromhex(record["subject"]))
+        attempt = cls(round, _server(round, session, job, identities, path), identities, journal)
         for kind, data in journal.entries[1:]:
             attempt._again(kind, data, body)
         return attempt
@@ -260,13 +264,11 @@ class SecureAttempt:
 
 def _server(
     round: SecureRound,
-    job_id: str,
+    session: Session,
     job: JobConfig,
-    step: m.Step,
     identities: Mapping[str, Identity],
     path: Path,
 ) -> SecAggServer | GroupedServer:
-    session = round.session(job_id, step.round, step.attempt)
     directory = {name: held.key for name, held in identities.items()}
     if not round.grouped:
         return SecAggServer(session, round.parameters, directory)

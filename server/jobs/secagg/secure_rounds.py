@@ -16,8 +16,10 @@ from typing import Any
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError, RoundtableError, SiteFailure
+from roundtable.core.layout import Layout
 from roundtable.engine import GroupMeans, Mean
 from roundtable.engine import messages as m
+from roundtable.privacy import subject_of, values_masked
 from roundtable.privacy.secagg import ServerPhase
 from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import UploadOffer
@@ -43,14 +45,16 @@ class SecureRounds:
         self,
         job_id: str,
         job: JobConfig,
-        columns: int,
+        config: str,
+        sent: Layout,
         services: JobServices,
         inbox: JobInbox,
         tasks: BackgroundTasks,
     ) -> None:
         self._id = job_id
         self._job = job
-        self._columns = columns
+        self._config = config
+        self._sent = sent
         self._services = services
         self._inbox = inbox
         self._tasks = tasks
@@ -68,7 +72,7 @@ class SecureRounds:
         With a bucket that may have been on another machine, which has the journal: a fresh one follows.
         """
         if self._path(step).exists():
-            self._open(step, ())
+            self._open(step)
         elif self._services.artifacts.bucket is not None and step.phase == m.TRAIN:
             self._key = (step.round, step.attempt)
             lost = AggregationError("what the attempt has heard is not on this machine")
@@ -79,7 +83,7 @@ class SecureRounds:
         if action.step.phase != m.TRAIN:
             return ()
         if (action.step.round, action.step.attempt) != self._key:
-            self._open(action.step, action.cohort)
+            self._open(action.step, action.cohort, action.model)
         attempt = self._attempt
         if attempt is None or action.client not in attempt.identities:
             return None
@@ -163,7 +167,7 @@ class SecureRounds:
         left; nothing was revealed but at most the sum.
         """
         if (action.step.round, action.step.attempt) != self._key:
-            self._open(action.step, ())
+            self._open(action.step)
         attempt = self._attempt
         if attempt is None:
             raise AggregationError(
@@ -219,7 +223,7 @@ class SecureRounds:
     def _current(self, step: m.Step) -> SecureAttempt | None:
         return self._attempt if (step.round, step.attempt) == self._key else None
 
-    def _open(self, step: m.Step, cohort: tuple[str, ...]) -> None:
+    def _open(self, step: m.Step, cohort: tuple[str, ...] = (), model: str = "") -> None:
         """Begins an attempt, or takes it up from its journal."""
         self.close(forget=True)
         self._key = (step.round, step.attempt)
@@ -228,15 +232,17 @@ class SecureRounds:
         for name in [name for name in cohort if name not in identities_shown]:
             reason = "it has no signing identity, which secure aggregation needs: issue its credentials anew"
             self._fail(step, name, "refused", reason)
+        columns = values_masked(self._job, self._sent, step.round)
         try:
             if path.exists():
                 self._attempt = SecureAttempt.resume(
-                    self._id, self._job, self._columns, step, path, self._services.artifacts.load
+                    self._id, self._job, columns, step, path, self._services.artifacts.load
                 )
             elif cohort:
                 identities = {name: identities_shown[name] for name in cohort if name in identities_shown}
+                subject = subject_of(self._config, model)
                 self._attempt = SecureAttempt.begin(
-                    self._id, self._job, self._columns, step, path, identities
+                    self._id, self._job, columns, step, path, identities, subject
                 )
         except RoundtableError as error:
             path.unlink(missing_ok=True)

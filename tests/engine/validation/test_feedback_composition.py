@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.core.layout import Layout
 from roundtable.engine import make_plan
 from roundtable.engine.validation.transfer_composition import check_cohort_is_all
 
@@ -95,3 +97,57 @@ feedback = "off"
     with pytest.raises(PrivacyError, match="set warm=false"):
         make_plan(parse_job(text), 100)
     make_plan(parse_job(text.replace('"lowrank"', '"lowrank(warm=false)"')), 100)
+
+
+COMMON = """task = "t"
+[privacy]
+level = "none"
+secure_aggregation = true
+clip_norm = 1.0
+[transfer]
+up = "lowrank(basis=cohort)"
+[evaluation]
+every = 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("secure_aggregation = true\nclip_norm = 1.0", "", "each update travels by itself"),
+        ("[evaluation]", 'down = "int8"\n[evaluation]', "rounded it would not be orthonormal"),
+        (
+            'level = "none"',
+            'level = "distributed"\nnoise_multiplier = 1.0\ndelta = 1e-5',
+            "between odd and even ones",
+        ),
+        (
+            "[evaluation]",
+            '[cohort]\nsize = 12\n[aggregation]\nrule = "centred_clipping"\n'
+            "parameters = { tau = 1.0 }\n[evaluation]",
+            "had another basis",
+        ),
+        (
+            "[evaluation]",
+            '[algorithm]\nname = "scaffold"\nsteps = 2\n[aggregation]\nweighting = "uniform"\n[evaluation]',
+            "changes it too much",
+        ),
+    ],
+)
+def test_factors_by_the_cohorts_basis_are_for_plain_sums(old: str, new: str, words: str) -> None:
+    make_plan(parse_job(COMMON), 100)
+    text = COMMON.replace(old, new)
+    if "distributed" in text:
+        text = text.replace("secure_aggregation = true\n", "") + '[aggregation]\nweighting = "uniform"\n'
+        text += "[cohort]\nsize = 4\n"
+    if "centred" in text:
+        text = text.replace("clip_norm", "group_size = 3\nclip_norm")
+    with pytest.raises((ConfigError, PrivacyError), match=words):
+        make_plan(parse_job(text), 100)
+
+
+def test_a_model_without_the_basis_is_not_begun_with() -> None:
+    plan, layout = make_plan(parse_job(COMMON), 100), Layout.of({"a": torch.empty(8, 9)})
+    assert plan.over(layout.with_basis(4 * 9)).common
+    with pytest.raises(ConfigError, match=r"comes with a basis of 0 values, and transfer\.up takes 36"):
+        plan.over(layout)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from roundtable.core.errors import ProtocolError
+from roundtable.privacy import subject_of
 from roundtable.privacy.secagg import (
     ArraySource,
     ClientPhase,
@@ -129,6 +130,29 @@ def test_keys_of_an_old_round_are_replayed(attempt: Any, alter: Alter) -> None:
         new.clients[0].handle(alter(new.messages[new.names[0]], with_old_keys))
     with pytest.raises(ProtocolError, match="another round, attempt or cohort"):
         new.clients[0].handle(old.messages[old.names[0]])
+
+
+def test_silos_are_told_to_train_by_different_models(attempt: Any, alter: Alter) -> None:
+    """With a model that moves nobody else the sum would be one silo's update (Pasquini et al. 2022)."""
+    told = [subject_of("job", model) for model in ("good", "dead")]
+    assert len({*told, subject_of("jobg", "ood"), subject_of("other", "good")}) == 4
+    run = attempt(5, session=Session("job", 1, 0, 6, told[0])).until(ServerPhase.SHARES)
+    other = replace(run.session, subject=told[1])
+    misled = attempt(5, session=other, signers=run.signers).until(ServerPhase.SHARES)
+    theirs = Peers.from_bytes(unseal(misled.messages[run.names[3]]).payload).peers[3]
+
+    def with_one_of_them(envelope: Any) -> bytes:
+        peers = Peers.from_bytes(envelope.payload)
+        return replace(peers, peers=(*peers.peers[:3], theirs, *peers.peers[4:])).to_bytes()
+
+    with pytest.raises(ProtocolError, match="ADVERTISE in the name of silo-003 is not signed"):
+        run.clients[0].handle(alter(run.messages[run.names[0]], with_one_of_them))
+    with pytest.raises(ProtocolError, match="another round, attempt or cohort"):
+        misled.clients[3].handle(run.messages[run.names[3]])
+    advert = attempt(5, session=other, signers=run.signers).clients[3].advertise()
+    honest = attempt(5, session=run.session, signers=run.signers).server
+    with pytest.raises(ProtocolError, match="another round, attempt or cohort"):
+        honest.receive(advert)
 
 
 def test_an_old_advertisement_is_sent_to_the_coordinator_again(attempt: Any) -> None:

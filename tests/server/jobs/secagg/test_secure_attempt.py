@@ -23,6 +23,7 @@ from roundtable.server.jobs.sessions import Identity
 NAMES = ("alder", "birch", "cedar", "dogwood")
 COLUMNS = 60
 STEP = Step(2, 1, "train")
+SUBJECT = bytes(range(32))
 JOB = parse_job('task = "t"\n[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1.0')
 TWELVE = tuple(f"silo-{place:02d}" for place in range(12))
 GROUPED = parse_job(
@@ -41,7 +42,7 @@ class Silos:
         self.signers = {name: Ed25519Signer() for name in names}
         self.round = SecureRound.of(job, COLUMNS, len(names), STEP.round)
         directory = {name: signer.public for name, signer in self.signers.items()}
-        session = self.round.session("job", STEP.round, STEP.attempt)
+        session = self.round.session("job", STEP.round, STEP.attempt, SUBJECT)
         self.clients = {
             name: SecAggClient(session, self.round.parameters, name, signer, directory, MemoryReleases())
             for name, signer in self.signers.items()
@@ -95,7 +96,9 @@ def go_on(attempt: SecureAttempt, silos: Silos) -> bool:
 
 
 def begin(folder: Path, silos: Silos) -> SecureAttempt:
-    return SecureAttempt.begin("job", silos.job, COLUMNS, STEP, folder / "journal", silos.identities())
+    return SecureAttempt.begin(
+        "job", silos.job, COLUMNS, STEP, folder / "journal", silos.identities(), SUBJECT
+    )
 
 
 def resume(folder: Path, silos: Silos) -> SecureAttempt:
