@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from roundtable.aggregation import AggregationConfig
 from roundtable.core.config import NORM_RATIO, WEIGHT_RATIO, JobConfig
+from roundtable.core.encodings.assembly import foreign_stages, get_encoding
 from roundtable.core.errors import PrivacyError
 from roundtable.core.job_tables.metrics_table import check_summed
+from roundtable.core.layout import Layout
 from roundtable.core.measures.families import families_in
 from roundtable.core.privacy_table import DistributedLevel, Masking, NoPrivacy, masking_of
 from roundtable.engine.selection import quorum
-from roundtable.privacy import SecureRound, fewest_survivors, shared_noise, why_not_masked
+from roundtable.privacy import SecureRound, fewest_survivors, shared_noise, values_masked, why_not_masked
 from roundtable.privacy.secagg import MINIMUM_COHORT, Least, Quantiser, largest_group, overrun
 from roundtable.privacy.secure_round import ROTATED_UP_TO
 
@@ -146,19 +148,38 @@ def least_of_groups(job: JobConfig, cohort: int) -> Least:
     return Least(fewest_groups(job), max(quorum(job.cohort, cohort), fewest_updates(job, cohort)))
 
 
-def secure_summary(job: JobConfig, columns: int) -> str:
+def most_bytes(job: JobConfig, sent: Layout) -> int:
+    """The most bytes that a silo sends up in a round, for updates of this layout; as float32 where code of
+    others writes them."""
+    if masking_of(job.privacy) is not None:
+        return max(_round(job, sent, number).upload_bytes for number in (1, 2))
+    chains = [chain for chain in job.transfer.chains if not foreign_stages(chain)]
+    sizes = [get_encoding(chain).over(sent).size_bound(sent.size) for chain in chains]
+    return max(sizes, default=4 * sent.size)
+
+
+def _round(job: JobConfig, sent: Layout, number: int) -> SecureRound:
+    """A round of `cohort.size` silos, or of as many as are simulated where the job names no size."""
+    silos = job.cohort.size or job.simulation.clients
+    return SecureRound.of(job, values_masked(job, sent, number), silos, number)
+
+
+def secure_summary(job: JobConfig, sent: Layout) -> str:
     """What a job's secure aggregation promises, in words, with its failure probabilities; "" without it.
 
-    For `cohort.size` silos, or as many as are simulated where the job names no size.
+    `sent` is the layout of an update.
     """
     masking = masking_of(job.privacy)
     if masking is None:
         return ""
-    silos = job.cohort.size or job.simulation.clients
-    round = SecureRound.of(job, columns, silos, 1)
+    round = _round(job, sent, 1)
     parameters, text = round.parameters, f"{round.parameters.summary()}; {_precision(round)}"
+    if job.common_rank is not None:
+        even = _round(job, sent, 2).upload_bytes
+        text += f"; these are factors of {sent.size:,} values, and in even rounds {even:,} bytes"
     if masking.group_size is None:
         return text
+    silos = job.cohort.size or job.simulation.clients
     count = silos // masking.group_size
     many = int(silos * (1 / 3 if masking.corruption is None else masking.corruption))
     chance = 2 ** overrun(silos, many, masking.group_size, parameters.corrupt)

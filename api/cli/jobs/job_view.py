@@ -34,7 +34,7 @@ def summary_of(prepared: Prepared) -> dict[str, Any]:
     """What a sound job file amounts to, by name."""
     from roundtable.core.initial_model import travel_note
     from roundtable.core.task import lacks
-    from roundtable.engine.validation.secure_feasibility import secure_summary
+    from roundtable.engine.validation.secure_feasibility import most_bytes, secure_summary
 
     job, layout = prepared.job, prepared.model.layout
     missing = lacks(prepared.task)
@@ -50,15 +50,15 @@ def summary_of(prepared: Prepared) -> dict[str, Any]:
             "algorithm": job.algorithm.name,
             "aggregation": job.aggregation.rule,
             "privacy": job.privacy.level,
-            "parameters": layout.size,
-            "bytes a round and silo": 4 * layout.sent.size,
+            "parameters": layout.model.size,
+            "bytes a round and silo": most_bytes(job, layout.sent),
             "tensors that do not travel": staying,
             "frozen": travel_note(job, layout) or "nothing: all that is trained travels",
             "layout": layout.fingerprint,
             "digest": job.digest,
         }
         | warning
-        | ({"secure aggregation": secure} if (secure := secure_summary(job, layout.sent.size)) else {})
+        | ({"secure aggregation": secure} if (secure := secure_summary(job, layout.sent)) else {})
     )
 
 

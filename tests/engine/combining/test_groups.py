@@ -10,6 +10,7 @@ from roundtable.aggregation import TensorMatrix
 from roundtable.core import parse_job
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, PrivacyError
+from roundtable.core.layout import Layout
 from roundtable.engine import (
     GroupMeans,
     combine,
@@ -22,6 +23,7 @@ from roundtable.engine.validation.secure_feasibility import (
     fewest_groups,
     fewest_updates,
     least_of_groups,
+    most_bytes,
     secure_summary,
 )
 from roundtable.privacy import SecureMean, SecureRound, compose
@@ -189,18 +191,37 @@ def test_noise_for_a_budget_is_solved_for_the_group() -> None:
 
 
 def test_the_promise_is_put_in_words_with_its_probabilities() -> None:
-    text = secure_summary(job(), 50)
+    text = secure_summary(job(), FIFTY)
     assert "groups of 3 silos, full graph, threshold 3" in text
     assert "12 silos make 4 groups" in text
     assert "withstands 1 hostile silos" in text
     assert "with 4 of 12, some group holds more than that with probability" in text
     privacy = "[privacy]\nlevel = 'none'\nsecure_aggregation = true\nclip_norm = 1.0\ndropout_tolerance = 0.1"
     many = parse_job(f'task = "t"\n[cohort]\nsize = 300\n{privacy}')
-    assert "privacy fails with probability 2^-4" in secure_summary(many, 50)
-    assert secure_summary(parse_job('task = "t"'), 50) == ""
+    assert "privacy fails with probability 2^-4" in secure_summary(many, FIFTY)
+    assert secure_summary(parse_job('task = "t"'), FIFTY) == ""
 
 
 MASKED = 'level = "none"\nsecure_aggregation = true\n'
+FIFTY = Layout.of({"w": torch.empty(50)})
+
+
+@pytest.mark.parametrize(
+    ("up", "masked", "most"),
+    [
+        ("float32", "", 4 * 2048),
+        ("int4", "", 1024 + 2 * 32),
+        ("auto", "", 4 * 2048),
+        ("lowrank(rank=4, basis=cohort)", MASKED, 4 * (4 * 64 + 10)),
+    ],
+)
+def test_the_most_that_a_silo_sends_is_said_before(up: str, masked: str, most: int) -> None:
+    privacy = f"[privacy]\n{masked}clip_norm = 1.0\n" if masked else ""
+    small = parse_job(f'task = "t"\n[cohort]\nsize = 4\n[transfer]\nup = "{up}"\n{privacy}')
+    layout = Layout.of({"w": torch.empty(32, 64)})
+    assert most_bytes(small, layout) == pytest.approx(most, abs=40)
+    if masked:
+        assert "these are factors of 2,048 values, and in even rounds 1,0" in secure_summary(small, layout)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +229,7 @@ MASKED = 'level = "none"\nsecure_aggregation = true\n'
 )
 def test_the_plan_says_levels_bytes_and_error(ring: int, size: int, top: int, sent: int) -> None:
     small = job("mean", "", f"ring_bits = {ring}", f"size = {size}", "uniform", MASKED)
-    text = secure_summary(small, 50)
+    text = secure_summary(small, FIFTY)
     round = SecureRound.of(small, 50, size, 1)
     assert f"sends {round.upload_bytes:,} bytes" in text
     assert f"{top:,} levels on either side of zero" in text
