@@ -29,6 +29,7 @@ from roundtable.cli.doctor import doctor
 from roundtable.cli.jobs.clients import clients
 from roundtable.cli.jobs.job import job
 from roundtable.cli.jobs.privacy import privacy
+from roundtable.cli.migrate import migrate
 from roundtable.cli.new import new
 from roundtable.cli.shared.output import say, say_error, show_error
 from roundtable.cli.silo.client import client
@@ -87,6 +88,7 @@ for command in (
     doctor,
     invite,
     job,
+    migrate,
     model,
     new,
     operators,

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from other_frameworks import SKLEARN_CLIENT, TORCH_CLIENT, write_quickstart
 
 import roundtable as rt
 from roundtable.client.adapters.flower_records import ArrayRecord, ConfigRecord, RecordDict
@@ -17,126 +18,6 @@ from roundtable.client.adapters.flower_stand_in import AppContext, ClientApp, Me
 from roundtable.core.errors import RoundtableError
 from roundtable.core.task import initial_state
 
-TORCH_TASK = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.norm, self.fc2 = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.fc2(torch.relu(self.norm(self.fc1(x))))
-
-def load_data(partition_id, num_partitions, batch_size):
-    chance = torch.Generator().manual_seed(partition_id)
-    labels = torch.arange(24 + 12 * partition_id) % 3
-    rows = torch.randn(len(labels), 4, generator=chance) + labels[:, None]
-    data = torch.utils.data.TensorDataset(rows, labels)
-    loader = torch.utils.data.DataLoader(data, batch_size=batch_size)
-    return loader, loader
-
-def train(net, loader, epochs, lr):
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
-    net.train()
-    for _ in range(epochs):
-        for rows, labels in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(net(rows), labels)
-            loss.backward()
-            optimizer.step()
-    return loss.item()
-
-def test(net, loader):
-    net.eval()
-    rows, labels = loader.dataset.tensors
-    with torch.no_grad():
-        out = net(rows)
-    return torch.nn.functional.cross_entropy(out, labels).item(), (out.argmax(1) == labels).float().mean()
-"""
-
-TORCH_CLIENT = """
-import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.common.logger import log
-from quickstart.task import Net, load_data
-from quickstart.task import test as test_fn
-from quickstart.task import train as train_fn
-
-app = ClientApp()
-
-@app.train()
-def train(msg: Message, context: Context):
-    model = Net()
-    model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-    partition_id = context.node_config["partition-id"]
-    num_partitions = context.node_config["num-partitions"]
-    loader, _ = load_data(partition_id, num_partitions, context.run_config["batch-size"])
-    epochs = context.run_config["local-epochs"]
-    loss = train_fn(model, loader, epochs, msg.content["config"]["lr"])
-    metrics = {"train_loss": loss, "num-examples": len(loader.dataset)}
-    content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(metrics)})
-    return Message(content=content, reply_to=msg)
-
-@app.evaluate()
-def evaluate(msg: Message, context: Context):
-    from flwr.app import MetricRecord as LateRecord
-    model = Net()
-    model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-    _, loader = load_data(context.node_config["partition-id"], 3, context.run_config["batch-size"])
-    loss, accuracy = test_fn(model, loader)
-    count = len(loader.dataset)
-    metrics = LateRecord({"eval_loss": loss, "eval_acc": float(accuracy), "num-examples": count})
-    return Message(content=RecordDict({"metrics": metrics}), reply_to=msg)
-"""
-
-SKLEARN_CLIENT = """
-import numpy as np
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import log_loss
-
-app = ClientApp()
-
-def first():
-    return [np.zeros((3, 4)), np.zeros(3)]
-
-def model_of(arrays, context):
-    model = LogisticRegression(penalty=context.run_config["penalty"], max_iter=1, warm_start=True)
-    model.classes_ = np.arange(3)
-    model.coef_, model.intercept_ = arrays.to_numpy_ndarrays()
-    return model
-
-def data_of(context):
-    number = context.node_config["partition-id"]
-    y = np.arange(60 + 30 * number) % 3
-    return np.random.default_rng(number).normal(size=(len(y), 4)) + y[:, None], y
-
-@app.train()
-def train(msg: Message, context: Context):
-    import warnings
-    model = model_of(msg.content["arrays"], context)
-    x, y = data_of(context)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.fit(x, y)
-    metrics = {"num-examples": len(x), "train_logloss": log_loss(y, model.predict_proba(x))}
-    content = RecordDict({"arrays": ArrayRecord([model.coef_, model.intercept_]),
-                          "metrics": MetricRecord(metrics)})
-    return Message(content=content, reply_to=msg)
-
-@app.evaluate()
-def evaluate(msg: Message, context: Context):
-    model = model_of(msg.content["arrays"], context)
-    x, y = data_of(context)
-    metrics = {"num-examples": len(x), "accuracy": model.score(x, y)}
-    return Message(content=RecordDict({"metrics": MetricRecord(metrics)}), reply_to=msg)
-"""
-
-CONFIG = '[tool.flwr.app.config]\nbatch-size = 12\nlocal-epochs = 1\npenalty = "l2"\n'
 JOB = """
 task = "federated.py:task"
 rounds = 3
@@ -148,12 +29,8 @@ clients = 3
 
 
 def quickstart(folder: Path, client: str = TORCH_CLIENT, name: str = "quickstart") -> Path:
-    """The files of a Flower project, untouched, and ours beside them; a package is called `name`."""
-    package = folder / name
-    package.mkdir()
-    for file, text in (("__init__", ""), ("task", TORCH_TASK), ("client_app", client)):
-        (package / f"{file}.py").write_text(text.replace("quickstart", name))
-    (folder / "pyproject.toml").write_text(CONFIG)
+    """The files of a Flower project, untouched, and ours beside them; its package is called `name`."""
+    write_quickstart(folder, name, client)
     (folder / "job.toml").write_text(JOB)
     (folder / "federated.py").write_text(
         "import roundtable as rt\n"

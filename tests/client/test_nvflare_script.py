@@ -10,48 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from other_frameworks import FLARE_SCRIPT
 
 from roundtable.client.adapters.nvflare_script import FlareSession, FLModel, nvflare_script
 from roundtable.core.errors import TaskError
-
-PYTORCH = """
-import argparse
-import torch
-from torch import nn
-import nvflare.client as flare
-from nvflare.client.tracking import SummaryWriter
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lr", type=float, default=0.5)
-    args = parser.parse_args()
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    rows, labels = torch.ones(12, 4), torch.arange(12) % 3
-    flare.init()
-    writer = SummaryWriter()
-    print("site", flare.system_info()["site_name"])
-    while flare.is_running():
-        input_model = flare.receive()
-        print(f"round {input_model.current_round} of {input_model.total_rounds}")
-        model.load_state_dict(input_model.params)
-        accuracy = 100 * (model(rows).argmax(1) == labels).sum().item() // len(labels)
-        loss = nn.functional.cross_entropy(model(rows), labels)
-        model.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight -= args.lr * weight.grad
-        writer.add_scalar("train_loss", loss.item(), global_step=input_model.current_round)
-        flare.send(flare.FLModel(
-            params=model.cpu().state_dict(),
-            metrics={"accuracy": accuracy},
-            meta={"NUM_STEPS_CURRENT_ROUND": 12},
-        ))
-        assert input_model.params is None
-
-if __name__ == "__main__":
-    main()
-"""
 
 NUMPY = """
 import numpy as np
@@ -92,7 +54,7 @@ async def played(silo: Any, script: Path, rounds: int, **options: Any) -> None:
 
 async def test_a_pytorch_script_sends_what_it_trained(silo, tmp_path, capfd, caplog) -> None:
     script = tmp_path / "client.py"
-    script.write_text(PYTORCH)
+    script.write_text(FLARE_SCRIPT)
     with caplog.at_level(logging.INFO, "nvflare"):
         await played(silo, script, 2, arguments=["--lr", "0.25"])
     assert capfd.readouterr().out.splitlines() == ["site hospital", "round 0 of 10", "round 1 of 10"]
