@@ -13,7 +13,7 @@ import click
 
 from roundtable.cli.coordinator.trust import administrate
 from roundtable.cli.shared.options import connection_options, json_option
-from roundtable.cli.shared.output import print_json, say
+from roundtable.cli.shared.output import print_json, say, tell
 
 if TYPE_CHECKING:
     from roundtable.core.evidence.audit_log import Log
@@ -44,7 +44,10 @@ def audit() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
 @click.option("--live", is_flag=True, help="Without what is archived: signed statements stand for that.")
 @connection_options
-def export(output: Path, live: bool, coordinator: str | None, credentials: Path | None) -> None:
+@json_option
+def export(
+    output: Path, live: bool, coordinator: str | None, credentials: Path | None, as_json: bool
+) -> None:
     """Write the coordinator's whole audit log as JSON lines.
 
     It is signed up to its end.
@@ -54,7 +57,11 @@ def export(output: Path, live: bool, coordinator: str | None, credentials: Path 
         for line in operator.audit(live=live):
             file.write(line + "\n")
             count += line.startswith('{"entry"')
-    say(f"Wrote {count} entries to {output}. Keep it: a later export must go on where this one ends.")
+    tell(
+        as_json,
+        {"file": str(output), "entries": count},
+        f"Wrote {count} entries to {output}. Keep it: a later export must go on where this one ends.",
+    )
 
 
 @audit.command("verify")
@@ -210,8 +217,9 @@ def model() -> None:
 @click.option("--round", "number", type=click.IntRange(0), default=0, help="Default: the newest.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True)
 @connection_options
+@json_option
 def provenance(
-    job: str, number: int, output: Path, coordinator: str | None, credentials: Path | None
+    job: str, number: int, output: Path, coordinator: str | None, credentials: Path | None, as_json: bool
 ) -> None:
     """Fetch the coordinator's signed statement of a model.
 
@@ -219,7 +227,11 @@ def provenance(
     """
     with administrate(coordinator, credentials) as operator:
         output.write_text(operator.provenance(job, number) + "\n", encoding="utf-8")
-    say(f"Wrote {output}. Check it with: roundtable model verify MODEL --statement {output}")
+    tell(
+        as_json,
+        {"job": job, "round": number or None, "file": str(output)},
+        f"Wrote {output}. Check it with: roundtable model verify MODEL --statement {output}",
+    )
 
 
 @model.command("verify")

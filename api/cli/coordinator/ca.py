@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from roundtable.cli.shared.output import ask_secret, say
+from roundtable.cli.shared.options import json_option
+from roundtable.cli.shared.output import ask_secret, tell
 from roundtable.core.identity.credentials import ROLES
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def ca() -> None:
 @click.argument("folder", type=_FOLDER, default="ca")
 @click.option("--name", default="Roundtable CA", show_default=True, help="Name of the authority.")
 @click.option("--passphrase", is_flag=True, help="Ask for a passphrase that seals ca.key.")
-def init(folder: Path, name: str, passphrase: bool) -> None:
+@json_option
+def init(folder: Path, name: str, passphrase: bool, as_json: bool) -> None:
     """Make a new certificate authority in FOLDER (default: ./ca).
 
     ca.key is the root and belongs offline. issuing.key may certify silos that were invited and nobody
@@ -37,14 +39,19 @@ def init(folder: Path, name: str, passphrase: bool) -> None:
     if passphrase:
         seal = ask_secret("Passphrase", twice=True).encode()
     certificate = create_ca(folder, name, seal=seal)
-    say(f"Made {certificate} and {folder / 'ca.key'}, and the issuing authority below it.")
-    say("Keep ca.key secret and offline: whoever has it can pose as anyone.")
-    say(f"Next: roundtable ca issue coordinator --role coordinator --host HOSTNAME --ca {folder}")
+    tell(
+        as_json,
+        {"folder": str(folder), "certificate": str(certificate), "key": str(folder / "ca.key"), "name": name},
+        f"Made {certificate} and {folder / 'ca.key'}, and the issuing authority below it.",
+        "Keep ca.key secret and offline: whoever has it can pose as anyone.",
+        f"Next: roundtable ca issue coordinator --role coordinator --host HOSTNAME --ca {folder}",
+    )
 
 
 @ca.command("issuing")
 @click.argument("folder", type=_FOLDER, default="ca")
-def issuing(folder: Path) -> None:
+@json_option
+def issuing(folder: Path, as_json: bool) -> None:
     """Make a new issuing authority, before the old one ends.
 
     One ends after two years. The new one is put into FOLDER. Silos' certificates hold on, and are renewed by
@@ -53,8 +60,12 @@ def issuing(folder: Path) -> None:
     from roundtable.core.identity.credentials import renew_issuing
 
     certificate = renew_issuing(folder)
-    say(f"Made {certificate} anew, and its key. Give both to the coordinator: issue with --enrols,")
-    say("or copy issuing.crt and issuing.key into its credentials folder; they count at once.")
+    tell(
+        as_json,
+        {"certificate": str(certificate)},
+        f"Made {certificate} anew, and its key. Give both to the coordinator: issue with --enrols,",
+        "or copy issuing.crt and issuing.key into its credentials folder; they count at once.",
+    )
 
 
 @ca.command("issue")
@@ -67,6 +78,7 @@ def issuing(folder: Path) -> None:
 @click.option("--out", type=_FOLDER, help="Folder for the credentials; default: ./NAME.")
 @click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="Validity.")
 @click.option("--enrols", is_flag=True, help="Give the coordinator the issuing key, to enrol invited silos.")
+@json_option
 def issue(
     name: str,
     role: str,
@@ -75,6 +87,7 @@ def issue(
     out: Path | None,
     days: int,
     enrols: bool,
+    as_json: bool,
 ) -> None:
     """Issue credentials for NAME, in a folder.
 
@@ -88,8 +101,12 @@ def issue(
         ca_folder, name, cast("Role", role), out or Path(name), hosts, days=days, enrols=enrols
     )
     expires = load_credentials(folder).expires
-    say(f"Issued {role} {name!r} in {folder}, valid until {expires:%Y-%m-%d}.")
-    say(f"Move the folder to {name!r} over a secure channel and delete it here.")
+    tell(
+        as_json,
+        {"name": name, "role": role, "folder": str(folder), "expires": expires.isoformat()},
+        f"Issued {role} {name!r} in {folder}, valid until {expires:%Y-%m-%d}.",
+        f"Move the folder to {name!r} over a secure channel and delete it here.",
+    )
 
 
 @ca.command("revoke")
@@ -97,7 +114,8 @@ def issue(
 @click.option(
     "--ca", "ca_folder", type=_FOLDER, default="ca", show_default=True, help="Folder of the authority."
 )
-def revoke(certificate: Path, ca_folder: Path) -> None:
+@json_option
+def revoke(certificate: Path, ca_folder: Path, as_json: bool) -> None:
     """Put a certificate on the authority's list, offline.
 
     CERTIFICATE is a .crt file that the authority issued. To void a silo's certificates at a coordinator that
@@ -106,5 +124,9 @@ def revoke(certificate: Path, ca_folder: Path) -> None:
     from roundtable.core.identity.revocation import revoke as revoke_certificate
 
     path = revoke_certificate(ca_folder, certificate)
-    say(f"Added to {path}. Copy it into the coordinator's credentials folder; it counts in seconds there,")
-    say("and the coordinator hands it on. To void a coordinator, copy it to the silos and operators too.")
+    tell(
+        as_json,
+        {"list": str(path), "certificate": str(certificate)},
+        f"Added to {path}. Copy it into the coordinator's credentials folder; it counts in seconds there,",
+        "and the coordinator hands it on. To void a coordinator, copy it to the silos and operators too.",
+    )

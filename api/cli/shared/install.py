@@ -15,7 +15,8 @@ from pathlib import Path
 
 import click
 
-from roundtable.cli.shared.output import say
+from roundtable.cli.shared.options import json_option
+from roundtable.cli.shared.output import tell
 from roundtable.core.errors import ConfigError
 
 systemd_option = click.option(
@@ -46,8 +47,9 @@ class Service:
 @systemd_option
 @out_option
 @user_option
+@json_option
 @click.pass_context
-def install(context: click.Context, systemd: bool, out: Path, user: str | None) -> None:
+def install(context: click.Context, systemd: bool, out: Path, user: str | None, as_json: bool) -> None:
     """Write a hardened service that runs this silo's agent.
 
     Says how it is started and stopped. Variables such as ROUNDTABLE_PASSPHRASE_FILE belong into a file beside
@@ -60,7 +62,7 @@ def install(context: click.Context, systemd: bool, out: Path, user: str | None) 
     config = load_agent_config(file)
     words = ("client", "--config", str(file))
     service = Service("roundtable-agent", words, file, config.credentials, [config.state.resolve()])
-    write_unit(service, systemd, out, user)
+    write_unit(service, systemd, out, user, as_json)
 
 
 @click.command("install")
@@ -68,7 +70,8 @@ def install(context: click.Context, systemd: bool, out: Path, user: str | None) 
 @systemd_option
 @out_option
 @user_option
-def install_server(config: Path, systemd: bool, out: Path, user: str | None) -> None:
+@json_option
+def install_server(config: Path, systemd: bool, out: Path, user: str | None, as_json: bool) -> None:
     """Write the service that runs the coordinator of CONFIG, hardened, and say how it is started.
 
     A database's address with its password belongs into a file beside CONFIG, ending in .env instead of
@@ -85,10 +88,10 @@ def install_server(config: Path, systemd: bool, out: Path, user: str | None) -> 
     folders = [Path(os.path.normpath(folder)) for folder in folders]
     words = ("server", str(file))
     service = Service("roundtable-coordinator", words, file, Path(settings.credentials), folders)
-    write_unit(service, systemd, out, user)
+    write_unit(service, systemd, out, user, as_json)
 
 
-def write_unit(service: Service, systemd: bool, out: Path, user: str | None) -> None:
+def write_unit(service: Service, systemd: bool, out: Path, user: str | None, as_json: bool) -> None:
     """Writes the unit and makes the service's folders. Raises ConfigError where that cannot be done."""
     if not systemd:
         raise click.UsageError("say which kind of service: --systemd")
@@ -111,8 +114,12 @@ def write_unit(service: Service, systemd: bool, out: Path, user: str | None) -> 
             "or name a folder with --out"
         ) from error
     name = service.unit
-    say(f"Wrote {out / unit}. Start it, also at each boot: systemctl enable --now {name}")
-    say(f"Its log: journalctl -u {name} -f. Stop it at once: systemctl stop {name}")
+    tell(
+        as_json,
+        {"unit": str(out / unit), "service": name, "user": who},
+        f"Wrote {out / unit}. Start it, also at each boot: systemctl enable --now {name}",
+        f"Its log: journalctl -u {name} -f. Stop it at once: systemctl stop {name}",
+    )
 
 
 def _check_access(service: Service, user: pwd.struct_passwd) -> None:

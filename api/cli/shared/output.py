@@ -7,7 +7,7 @@ hold plain text and no markup, and JSON is escaped; a test looks that no command
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,15 @@ def interruptible(hint: str) -> Iterator[None]:
 def say(line: object = "", *, err: bool = False) -> None:
     """Prints one line, whatever the words in it; an empty one by default."""
     click.echo(printable(line, _LONGEST), err=err)
+
+
+def tell(as_json: bool, values: Mapping[str, Any], *lines: str) -> None:
+    """What a command has done: as JSON for programs, or in lines for people."""
+    if as_json:
+        print_json(values)
+        return
+    for line in lines:
+        say(line)
 
 
 def say_lines(text: str, *, err: bool = False) -> None:

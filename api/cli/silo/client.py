@@ -12,7 +12,8 @@ import click
 
 from roundtable.cli.doctor import client_doctor
 from roundtable.cli.shared.install import install
-from roundtable.cli.shared.output import say
+from roundtable.cli.shared.options import json_option
+from roundtable.cli.shared.output import say, tell
 from roundtable.cli.shared.service_process import service_process
 from roundtable.cli.silo.cluster import plan, profile, report, verify_cluster
 from roundtable.cli.silo.data_check import data
@@ -79,8 +80,9 @@ def _page(config: Path, listen: str) -> AbstractContextManager[object]:
 
 
 @click.command("page")
+@json_option
 @click.pass_context
-def page_address(context: click.Context) -> None:
+def page_address(context: click.Context, as_json: bool) -> None:
     """Print the address that opens the silo's page.
 
     It holds the page's token: who has it may say yes and no for this silo. The page is there while an agent
@@ -90,7 +92,8 @@ def page_address(context: click.Context) -> None:
     from roundtable.silo_page.beside_agent import ADDRESS, page_link
 
     config = load_agent_config(context.obj)
-    say(page_link(config.page or ADDRESS, config.state))
+    address = page_link(config.page or ADDRESS, config.state)
+    tell(as_json, {"address": address}, address)
 
 
 def _examined(file: Path) -> list[dict[str, str]]:

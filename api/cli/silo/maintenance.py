@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import click
 
-from roundtable.cli.shared.output import ago, say
+from roundtable.cli.shared.options import json_option
+from roundtable.cli.shared.output import ago, tell
 from roundtable.cli.silo.silo import silo_of
 
 
 @click.command("drain")
 @click.option("--reason", default="", help="For the coordinator's operators: one line; no data.")
+@json_option
 @click.pass_context
-def drain(context: click.Context, reason: str) -> None:
+def drain(context: click.Context, reason: str, as_json: bool) -> None:
     """Take no new rounds; finish those that run.
 
     The agent stays connected. It holds until `roundtable client resume`, over restarts of the agent. The
@@ -22,20 +24,32 @@ def drain(context: click.Context, reason: str) -> None:
     config, _ = silo_of(context)
     before = Maintenance(config.state).drain(reason)
     if before is not None and before.reason == reason:
-        say(f"Drained already, by {before.by}, {ago(before.since)}; nothing was changed.")
+        tell(
+            as_json,
+            {"drained": True, "changed": False, "by": before.by, "since": before.since, "reason": reason},
+            f"Drained already, by {before.by}, {ago(before.since)}; nothing was changed.",
+        )
         return
-    say(
-        "Drained: the agent takes no new round, also after a restart; its log says once nothing is under way."
+    tell(
+        as_json,
+        {"drained": True, "changed": True, "reason": reason},
+        "Drained: the agent takes no new round, also after a restart; its log says once nothing is under "
+        "way.",
+        "`roundtable client resume` ends that.",
     )
-    say("`roundtable client resume` ends that.")
 
 
 @click.command("resume")
+@json_option
 @click.pass_context
-def resume(context: click.Context) -> None:
+def resume(context: click.Context, as_json: bool) -> None:
     """Take part in new rounds again, after `client drain`."""
     from roundtable.client.policy.maintenance import Maintenance
 
     config, _ = silo_of(context)
     before = Maintenance(config.state).resume()
-    say("Not drained; nothing was changed." if before is None else "Resumed: the silo takes part again.")
+    tell(
+        as_json,
+        {"drained": False, "changed": before is not None},
+        "Not drained; nothing was changed." if before is None else "Resumed: the silo takes part again.",
+    )

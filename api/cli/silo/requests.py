@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from roundtable.cli.shared.options import json_option
-from roundtable.cli.shared.output import ago, amount, confirm, print_json, print_table, say, say_lines
+from roundtable.cli.shared.output import ago, amount, confirm, print_json, print_table, say_lines, tell
 
 if TYPE_CHECKING:
     from roundtable.client.sharing.report_requests import ReportRequests
@@ -68,31 +68,44 @@ def show(context: click.Context, request: str) -> None:
 @requests.command("approve")
 @click.argument("request")
 @click.option("--yes", is_flag=True, help="Do not show the report and ask.")
+@json_option
 @click.pass_context
-def approve(context: click.Context, request: str, yes: bool) -> None:
+def approve(context: click.Context, request: str, yes: bool, as_json: bool) -> None:
     """Let the agent send the report as `show` prints it.
 
     And nothing else.
     """
+    if as_json and not yes:
+        raise click.UsageError("--json asks nobody: look at the report with `requests show`, and say --yes")
     files = _files(context)
     found = files.find(request)
     if not yes:
         say_lines(found.report.read_text(encoding="utf-8"))
         confirm(f"Send this to {found.wish.author}, by way of the coordinator?")
     answer = files.answer(found, True)
-    say(f"Approved: the agent sends it, {amount(found.report.stat().st_size)}, BLAKE3 {answer.digest[:12]}.")
+    size = found.report.stat().st_size
+    tell(
+        as_json,
+        {"request": found.wish.request, "approved": True, "report": answer.digest, "bytes": size},
+        f"Approved: the agent sends it, {amount(size)}, BLAKE3 {answer.digest[:12]}.",
+    )
 
 
 @requests.command("deny")
 @click.argument("request")
 @click.option("--reason", default="", help="For who asks: one line.")
+@json_option
 @click.pass_context
-def deny(context: click.Context, request: str, reason: str) -> None:
+def deny(context: click.Context, request: str, reason: str, as_json: bool) -> None:
     """Send nothing; who asks is told, with the reason."""
     files = _files(context)
     found = files.find(request)
     files.answer(found, False, reason)
-    say(f"Denied: {found.wish.author} is told, and nothing is sent.")
+    tell(
+        as_json,
+        {"request": found.wish.request, "approved": False, "reason": reason},
+        f"Denied: {found.wish.author} is told, and nothing is sent.",
+    )
 
 
 def _files(context: click.Context) -> ReportRequests:

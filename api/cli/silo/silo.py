@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 import click
 
 from roundtable.cli.shared.options import json_option
-from roundtable.cli.shared.output import ago, ask_secret, confirm, print_json, print_table, say, say_lines
+from roundtable.cli.shared.output import (
+    ago,
+    ask_secret,
+    confirm,
+    print_json,
+    print_table,
+    say,
+    say_lines,
+    tell,
+)
 from roundtable.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +39,8 @@ _FOLDER = click.Path(path_type=Path)
 )
 @click.option("--credentials", type=_FOLDER, default="credentials", show_default=True, help="Folder to fill.")
 @click.option("--passphrase", is_flag=True, help="Ask for a passphrase that seals the keys on disk.")
-def enroll(coordinator: str, token: str | None, credentials: Path, passphrase: bool) -> None:
+@json_option
+def enroll(coordinator: str, token: str | None, credentials: Path, passphrase: bool, as_json: bool) -> None:
     """Enrol this silo with an invitation.
 
     Makes its keys here, and gets certificates for them. The keys never leave this machine. The coordinator is
@@ -48,10 +58,19 @@ def enroll(coordinator: str, token: str | None, credentials: Path, passphrase: b
     if passphrase:
         seal = ask_secret("Passphrase", twice=True).encode()
     identity = enrol_silo(coordinator, invitation, credentials, seal)
-    say(f"Enrolled as {identity.name!r}: {credentials}, valid until {identity.expires:%Y-%m-%d}.")
-    say("The agent renews it by itself. Next: name the folder in agent.toml; run `roundtable client`.")
-    if seal:
-        say("The agent reads its passphrase from the file that ROUNDTABLE_PASSPHRASE_FILE names.")
+    sealed = ["The agent reads its passphrase from the file that ROUNDTABLE_PASSPHRASE_FILE names."]
+    tell(
+        as_json,
+        {
+            "name": identity.name,
+            "folder": str(credentials),
+            "expires": identity.expires.isoformat(),
+            "sealed": seal is not None,
+        },
+        f"Enrolled as {identity.name!r}: {credentials}, valid until {identity.expires:%Y-%m-%d}.",
+        "The agent renews it by itself. Next: name the folder in agent.toml; run `roundtable client`.",
+        *(sealed if seal else []),
+    )
 
 
 @click.command("jobs")
@@ -101,8 +120,9 @@ def jobs(context: click.Context, as_json: bool) -> None:
 @click.command("approve")
 @click.argument("job")
 @click.option("--yes", is_flag=True, help="Do not show the job and ask.")
+@json_option
 @click.pass_context
-def approve(context: click.Context, job: str, yes: bool) -> None:
+def approve(context: click.Context, job: str, yes: bool, as_json: bool) -> None:
     """Approve JOB in exactly the form that was requested.
 
     The silo takes part from the next round on. A job that changes needs another approval.
@@ -114,6 +134,8 @@ def approve(context: click.Context, job: str, yes: bool) -> None:
     from roundtable.core.config import job_from_json
     from roundtable.core.identity.signing import VOUCHED_FOR
 
+    if as_json and not yes:
+        raise click.UsageError("--json asks nobody: look at the job with `client jobs`, and say --yes")
     config, rules = silo_of(context)
     known = KnownJobs(config.state)
     asked = known.find(job)
@@ -125,16 +147,21 @@ def approve(context: click.Context, job: str, yes: bool) -> None:
             who += " by the coordinator's word"
         confirm(f"Job {asked.id}, submitted by {who}, hash {asked.digest[:12]}. Take part?")
     known.approve(asked)
-    say(f"Approved job {asked.id} ({asked.task}), configuration {asked.digest[:12]}.")
-    for reason in rules.objections(resolved, asked.submitter or None, datetime.now()):
-        say(f"The policy refuses it all the same: {reason}")
+    reasons = rules.objections(resolved, asked.submitter or None, datetime.now())
+    tell(
+        as_json,
+        {"job": asked.id, "task": asked.task, "hash": asked.digest, "approved": True, "objections": reasons},
+        f"Approved job {asked.id} ({asked.task}), configuration {asked.digest[:12]}.",
+        *(f"The policy refuses it all the same: {reason}" for reason in reasons),
+    )
 
 
 @click.command("refuse")
 @click.argument("job")
 @click.option("--reason", default="", help="For the coordinator's operators: one line; no data.")
+@json_option
 @click.pass_context
-def refuse(context: click.Context, job: str, reason: str) -> None:
+def refuse(context: click.Context, job: str, reason: str, as_json: bool) -> None:
     """Take no further part in JOB.
 
     It holds from the job's next step on, whatever the policy says and whatever the job becomes, until
@@ -146,7 +173,11 @@ def refuse(context: click.Context, job: str, reason: str) -> None:
     known = KnownJobs(config.state)
     asked = known.find(job)
     known.refuse(asked, reason)
-    say(f"Refused: this silo takes no further part in job {asked.id} ({asked.task}).")
+    tell(
+        as_json,
+        {"job": asked.id, "task": asked.task, "hash": asked.digest, "refused": True, "reason": reason},
+        f"Refused: this silo takes no further part in job {asked.id} ({asked.task}).",
+    )
 
 
 @click.command("explain")
@@ -181,8 +212,9 @@ def explain(context: click.Context, file: Path, submitter: str | None, as_json: 
 
 @click.command("forget")
 @click.argument("silo")
+@json_option
 @click.pass_context
-def forget(context: click.Context, silo: str) -> None:
+def forget(context: click.Context, silo: str, as_json: bool) -> None:
     """Forget the key of another silo in secure aggregation.
 
     The next one that SILO shows is taken as its own. For a silo that enrolled again with new keys. Ask its
@@ -192,14 +224,15 @@ def forget(context: click.Context, silo: str) -> None:
 
     config, _ = silo_of(context)
     KnownPeers(config.state).forget(silo)
-    say(f"Forgotten: the next key that {silo} shows is taken as its own.")
+    tell(as_json, {"forgotten": silo}, f"Forgotten: the next key that {silo} shows is taken as its own.")
 
 
 @click.command("hash")
 @click.argument("name")
 @click.option("--encoding", is_flag=True, help="NAME is an installed encoding, and not a task.")
+@json_option
 @click.pass_context
-def hash_code(context: click.Context, name: str, encoding: bool) -> None:
+def hash_code(context: click.Context, name: str, encoding: bool, as_json: bool) -> None:
     """Print the hash of a task's code, or of an encoding's.
 
     A task's is for [tasks.NAME] blake3 in agent.toml, an encoding's for [encodings].
@@ -209,13 +242,15 @@ def hash_code(context: click.Context, name: str, encoding: bool) -> None:
     from roundtable.core.task import hash_of_task
 
     if encoding:
-        say(hash_of_code("encoding", name, ENTRY_POINT_GROUP, None))
+        digest = hash_of_code("encoding", name, ENTRY_POINT_GROUP, None)
+        tell(as_json, {"name": name, "kind": "encoding", "blake3": digest}, digest)
         return
     config, rules = silo_of(context)
     if name not in rules.references:
         offered = ", ".join(sorted(rules.references)) or "none"
         raise ConfigError(f"[tasks] names no {name!r}; it names {offered}")
-    say(hash_of_task(rules.references[name], config.folder))
+    digest = hash_of_task(rules.references[name], config.folder)
+    tell(as_json, {"name": name, "kind": "task", "blake3": digest}, digest)
 
 
 def _said(decision: Decision) -> str:
