@@ -9,6 +9,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -67,7 +68,6 @@ class Application:
         self._cookie = "__Host-roundtable" if secure else "roundtable"
         self._live = LiveTopics(behind.calls)
         self._streams: Counter[str] = Counter()
-        self._closing = asyncio.Event()
         self._looked: dict[str, tuple[float, asyncio.Future[PageSession | None]]] = {}
         pages = ["/", "/jobs", "/jobs/{job}", "/silos", "/privacy", "/audit", "/compare"]
         pages += ["/analyses", "/analyses/{job}"]
@@ -91,7 +91,6 @@ class Application:
 
     async def close(self) -> None:
         """Ends every stream."""
-        self._closing.set()
         await self._live.close()
 
     async def _page(self, request: Request) -> Response:
@@ -223,18 +222,15 @@ class Application:
     async def _write(self, request: Request, send: Send, reader: Any) -> None:
         loop = asyncio.get_running_loop()
         last, looked = loop.time(), loop.time()
-        closing = loop.create_task(self._closing.wait())
         try:
-            while not closing.done():
-                woken = loop.create_task(reader.woken.wait())
-                await asyncio.wait(
-                    [woken, closing], timeout=LOOK_AGAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED
-                )
-                woken.cancel()
-                if await request.is_disconnected():
-                    return
+            while not self._live.closing:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_AGAIN_SECONDS):
+                        await reader.woken.wait()
                 if loop.time() - looked >= LOOK_AGAIN_SECONDS:
                     looked = loop.time()
+                    if await request.is_disconnected():
+                        return
                     if not await self._still(request):
                         await _send(send, b"event: ended\ndata: {}\n\n")
                         break
@@ -248,8 +244,6 @@ class Application:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             log.info("a browser reads nothing of its stream; it is closed")
-        finally:
-            closing.cancel()
 
     async def _who(self, request: Request) -> PageSession | None:
         return await self._behind.sessions.find(request.cookies.get(self._cookie, ""))

@@ -79,6 +79,11 @@ class Board:
         """The reader hears no more."""
         self.readers.discard(reader)
 
+    def wake(self) -> None:
+        """Wakes all readers, whether or not there is something to read."""
+        for reader in self.readers:
+            reader.woken.set()
+
     def whole(self) -> bytes:
         """All of it as a message."""
         return _event({"topic": self.topic, "whole": True, "set": self._tables, "lines": self._lines})

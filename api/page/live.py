@@ -52,6 +52,7 @@ class LiveTopics:
         self._calls = calls
         self._boards: dict[tuple[str, str], Board] = {}
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self.closing = False
 
     def join(self, who: Principal, address: str, topics: Iterable[str]) -> BoardReader:
         """A stream of these topics; `leave` ends it."""
@@ -74,7 +75,10 @@ class LiveTopics:
             self._tasks.pop(key).cancel()
 
     async def close(self) -> None:
-        """Follows nothing any more."""
+        """Follows nothing any more, and wakes all who wait, to see that it is closing."""
+        self.closing = True
+        for board in self._boards.values():
+            board.wake()
         tasks, self._tasks = list(self._tasks.values()), {}
         self._boards.clear()
         for task in tasks:

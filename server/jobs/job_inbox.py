@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from roundtable.core.errors import UnavailableError
 from roundtable.engine import messages as m
-from roundtable.server.store import ArtifactRow, UpdateRow
+from roundtable.server.store import ArtifactRow, EventRow, UpdateRow
 
 Verdict = Literal["wanted", "duplicate", "stale"]
+
+MOST = 256
+"""Events of a job that are held in memory."""
 
 
 @dataclass
@@ -101,3 +105,24 @@ def client_of(event: m.Event) -> str:
     update = event.update.client if isinstance(event, m.UpdateArrived) else ""
     client = failed or update or getattr(event, "client", "")
     return client.name if isinstance(client, m.ClientInfo) else client
+
+
+class EventTail:
+    """Durable events of a job, the newest `MOST` since it was taken up at `sequence`."""
+
+    def __init__(self, sequence: int) -> None:
+        self._first = sequence + 1
+        self._rows: deque[EventRow] = deque(maxlen=MOST)
+
+    def add(self, rows: Iterable[EventRow]) -> None:
+        """Events that have become durable, in order."""
+        for row in rows:
+            if len(self._rows) == MOST:
+                self._first = self._rows[0].sequence + 1
+            self._rows.append(row)
+
+    def since(self, sequence: int, most: int) -> list[EventRow] | None:
+        """At most so many events from this number on; None where the oldest of them are no longer held."""
+        if sequence < self._first:
+            return None
+        return [row for row in self._rows if row.sequence >= sequence][:most]

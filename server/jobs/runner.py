@@ -29,7 +29,7 @@ from roundtable.engine import EngineView, RoundEngine
 from roundtable.engine import messages as m
 from roundtable.engine.state import chosen_chain
 from roundtable.server.jobs.actions import JobActions, JobParts, PendingTransition
-from roundtable.server.jobs.job_inbox import Arrival, Verdict, client_of
+from roundtable.server.jobs.job_inbox import Arrival, EventTail, Verdict, client_of
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.operations.incidents import incident_of, storage_incident
 from roundtable.server.operations.publication import Publication
@@ -89,6 +89,7 @@ class JobRunner:
         self._engine = engine
         self._services = services
         self.sequence = sequence
+        self.told = EventTail(sequence)
         self._publication = Publication(job.privacy)
         self._trouble = ""
         self._snapshot_seconds = 0.0
@@ -353,6 +354,7 @@ class JobRunner:
             best=(row.best_model, row.best_round, row.best_value) if row.best_model else None,
         )
         await self._until_written(step, place)
+        self.told.add(event.value for event in batch.events)
         failpoint("transition_stored", *place)
         self.row = replace(row, version=step.version, status=step.status, reason=step.reason, updated=now)
 

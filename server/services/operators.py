@@ -31,6 +31,7 @@ from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
 from roundtable.server.services.job_logs import JobLogs
+from roundtable.server.services.shown_jobs import ShownJobs
 from roundtable.server.services.silo_reports import SiloReports
 from roundtable.server.services.storing import Storing
 from roundtable.server.services.watching import add_faults_and_setups, detail_of, updates
@@ -71,6 +72,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     ) -> None:
         self._jobs = jobs
         self._services = services
+        self._shown = ShownJobs(services.artifacts)
         self._threads = threads
         self._version = version
         self._storing = storing
@@ -129,13 +131,13 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         submission = self._proven(door.submission_of(request), caller(context))
         label = principal().label
         job = await self._jobs.submit(submission, lambda living: self._quotas.submit(label, living))
-        return self._job(job)
+        return self._shown.job(job)
 
     @override
     async def ListJobs(
         self, request: operator_pb2.ListJobsRequest, context: Context
     ) -> operator_pb2.ListJobsReply:
-        return operator_pb2.ListJobsReply(jobs=[self._job(row) for row in await self._jobs.rows()])
+        return operator_pb2.ListJobsReply(jobs=[self._shown.job(row) for row in await self._jobs.rows()])
 
     @override
     async def GetJob(self, request: operator_pb2.GetJobRequest, context: Context) -> operator_pb2.JobDetail:
@@ -143,9 +145,9 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         row = await self._find(wish.job)
         most = wish.rounds, MAX_HISTORY_BYTES
         records = await self._services.database.read(lambda c: history_within(c, row.id, wish.between, *most))
-        detail = detail_of(row, self._jobs.runner(row.id), self._job(row))
+        detail = detail_of(row, self._jobs.runner(row.id), self._shown.job(row))
         detail.job_config = row.config
-        first = common_pb2.Artifact(digest=row.initial_model, size=self._size(row.initial_model))
+        first = common_pb2.Artifact(digest=row.initial_model, size=self._shown.size(row.initial_model))
         detail.initial_model.CopyFrom(first)
         detail.history.extend(records)
         await add_faults_and_setups(detail, self._services, row.id)
@@ -158,7 +160,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         if request.newest:
             known = await self._services.database.read(lambda connection: last_sequence(connection, row.id))
             first = max(1, known + 1 - min(request.newest, EVENTS_AT_ONCE))
-        what = self._jobs, self._services, row.id, first, self._job
+        what = self._jobs, self._services, row.id, first, self._shown.job
         async for update in updates(*what, with_clients=not request.without_clients):
             await context.write(update)
 
@@ -186,7 +188,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     async def ListQueue(
         self, request: operator_pb2.ListQueueRequest, context: Context
     ) -> operator_pb2.ListQueueReply:
-        places = [to_operators.place_to(self._job(row), place) for row, place in self._jobs.places()]
+        places = [to_operators.place_to(self._shown.job(row), place) for row, place in self._jobs.places()]
         return operator_pb2.ListQueueReply(jobs=places)
 
     @override
@@ -204,7 +206,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             message = f"job {row.id} ({row.name}) is {row.status} and was not deleted: {remedy}"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
         log.info("%s deleted job %s", who, row.id, extra={"job": row.id})
-        return self._job(await self._jobs.row(row.id))
+        return self._shown.job(await self._jobs.row(row.id))
 
     @override
     async def ListClients(
@@ -328,10 +330,6 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         row = replace(row, last_seen=self._services.clock() - (time.monotonic() - session.heard))
         return to_operators.client_to(row, True, state, session.shown.lifetime.expires)
 
-    def _job(self, row: JobRow) -> operator_pb2.Job:
-        sizes = self._size(row.model), self._size(row.best_model)
-        return to_operators.job_to(row, *sizes, row.is_of(*principal().party))
-
     def _proven(self, asked: door.JobWish, who: str) -> Submission:
         """The submission with what shows silos who asked: for one with a token, our own signature."""
         wish = Submission(
@@ -388,13 +386,10 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             message = f"job {row.id} ({row.name}) is {row.status} already; nothing was changed"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
         self._check_own(row)
-        return self._job(await self._jobs.change(row, event))
+        return self._shown.job(await self._jobs.change(row, event))
 
     def _check_own(self, row: JobRow, does: str = "changes") -> None:
         who = principal()
         if who.role == "data-scientist" and not row.is_of(*who.party):
             message = f"job {row.id} is not yours; a data scientist {does} jobs of their own only"
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message)
-
-    def _size(self, digest: str) -> int:
-        return (self._services.artifacts.size(digest) or 0) if digest else 0

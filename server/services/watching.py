@@ -66,9 +66,9 @@ async def updates(
         events: list[EventRow] = []
         # A job changes more often than it has something new to tell.
         if runner is None or runner.sequence >= first:
-            events = await services.database.read(
-                partial(events_from, job=job, sequence=first, limit=EVENTS_AT_ONCE)
-            )
+            held = None if runner is None else runner.told.since(first, EVENTS_AT_ONCE)
+            read = partial(events_from, job=job, sequence=first, limit=EVENTS_AT_ONCE)
+            events = await services.database.read(read) if held is None else held
         # Not by their number: the oldest may have been retired.
         first = events[-1].sequence + 1 if events else first
         yield operator_pb2.JobUpdate(
