@@ -39,13 +39,19 @@ class StartingPoint:
 _SIMULATE = "roundtable simulate job.toml"
 
 STARTERS = {
-    name: StartingPoint(name, TEMPLATES / name, says, run)
-    for name, says, run in (
-        ("tabular", "a table of numbers, yes or no: a small network, AUROC", _SIMULATE),
-        ("vision", "grey images, several classes: a small convolutional network", _SIMULATE),
-        ("text", "short texts, several classes: a bag of words", _SIMULATE),
-        ("survival", "times to an event: Cox's hazards with a small network, C-index", _SIMULATE),
-        ("script", "a PyTorch script of your own that joins rounds, with real processes", "sh run.sh"),
+    name: StartingPoint(name, TEMPLATES / name, says, run, needs)
+    for name, says, run, needs in (
+        ("tabular", "a table of numbers, yes or no: a small network, AUROC", _SIMULATE, ""),
+        ("vision", "grey images, several classes: a small convolutional network", _SIMULATE, ""),
+        ("text", "short texts, several classes: a bag of words", _SIMULATE, ""),
+        ("survival", "times to an event: Cox's hazards with a small network, C-index", _SIMULATE, ""),
+        (
+            "llm",
+            "a language model that is fine-tuned by adapters, over a tiny base that is made here",
+            f"python make_base.py && {_SIMULATE}",
+            "roundtable-fl[huggingface]",
+        ),
+        ("script", "a PyTorch script of your own that joins rounds, with real processes", "sh run.sh", ""),
     )
 }
 

@@ -27,9 +27,12 @@ from roundtable.engine import make_plan
 from roundtable.server.config import load_server_config
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+SLOW = {
+    "three-silos": "a coordinator and three agents; the demonstration, which does the same, is in every run",
+    "fine-tune-llm": "the template's own test, which trains the same, is in every run",
+}
 TUTORIALS = [
-    # A coordinator and three agents; the demonstration, which does the same, is in every run.
-    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem == "three-silos" else [])
+    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
     for page in sorted((DOCS / "tutorials").glob("*.md"))
 ]
 HOW_TO = sorted((DOCS / "how-to").glob("*.md"))
@@ -151,6 +154,8 @@ def reader(
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_the_tutorial_works_as_it_is_written(page: Path, reader: Reader) -> None:
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn (extra examples)")
+    if page.stem == "fine-tune-llm":
+        pytest.importorskip("peft", reason="fine-tuning takes the extra huggingface")
     assert reader.follow(page) > 2
 
 

@@ -1,0 +1,40 @@
+"""Fine-tunes a language model on notes that stay at their silos: only the adapters travel.
+
+A silo names its own file as `starter` in the [data] table of its agent.toml: a .txt file with a note in each
+paragraph, or a .jsonl file (docs/foundation-models.md). Without a file the notes are made up.
+"""
+
+import random
+from pathlib import Path
+
+import roundtable as rt
+from roundtable.core.foundation.token_rows import read_texts
+
+BASE = Path(__file__).with_name("base")
+
+WARDS = ("north", "south", "east", "west")
+STATES = ("asleep", "better", "stable", "worse")
+
+
+class Starter(rt.HuggingFaceTask):
+    """LoRA over `base`, which every silo has already. A job may set these parameters in its [task] table."""
+
+    def __init__(self, base: str = str(BASE), length: int = 48, rank: int = 8) -> None:
+        super().__init__(base, length=length, rank=rank, alpha=2.0 * rank, targets="all-linear")
+
+    def texts(self, site: rt.Site):
+        notes = read_texts(Path(site.options["starter"])) if "starter" in site.options else made_up()
+        # In a simulation the job's partition shares the notes out; made-up ones go by their ward.
+        rows = site.shard([WARDS.index(w) if (w := str(note).split()[0]) in WARDS else 0 for note in notes])
+        own = [notes[row] for row in rows]
+        kept = max(1, len(own) // 5)
+        return own[kept:], own[:kept]
+
+
+def made_up(notes: int = 200) -> list[str]:
+    """Notes of nobody, the same each time."""
+    chance = random.Random(1)
+    return [
+        f"{chance.choice(WARDS)} ward, bed {chance.randrange(8)}: {chance.choice(STATES)}."
+        for _ in range(notes)
+    ]
