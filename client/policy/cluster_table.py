@@ -93,6 +93,9 @@ class StrategyTable(Table):
         None, description="budget: what activations may take: a size, or below 1 a share of a device's memory"
     )
     offload: bool | None = Field(None, description="parameters and optimizer wait in CPU memory")
+    offload_optimizer: bool | None = Field(
+        None, description="the optimizer's state alone waits in CPU memory, and comes for each step"
+    )
     offload_activations: bool | None = Field(
         None, description="what a forward pass keeps waits in CPU memory; never chosen by itself"
     )
@@ -109,7 +112,9 @@ class StrategyTable(Table):
     outer_momentum: float | None = Field(None, ge=0, lt=1, description="local_steps: Nesterov's")
 
     @model_validator(mode="after")
-    def _checkpoints(self) -> StrategyTable:
+    def _agreeing(self) -> StrategyTable:
+        if self.offload and self.offload_optimizer:
+            raise ValueError("offload takes the optimizer along; leave offload_optimizer out")
         if self.checkpoint_memory is not None and self.checkpointing != "budget":
             raise ValueError('checkpoint_memory is for checkpointing = "budget"')
         if self.checkpoint_blocks is not None and self.checkpointing not in ("every", "selective"):

@@ -41,8 +41,8 @@ class Considered:
 
 def _kind(one: Strategy) -> tuple[Any, ...]:
     """What makes strategies one kind for people who compare them."""
-    mesh = one.mesh
-    return one.data_parallel, mesh.tp > 1, mesh.pp > 1, one.offload, one.local_steps > 0
+    mesh, offloads = one.mesh, (one.offload, one.offload_optimizer)
+    return one.data_parallel, mesh.tp > 1, mesh.pp > 1, offloads, one.local_steps > 0
 
 
 def _is_kind(kind: tuple[Any, ...], one: Strategy) -> bool:

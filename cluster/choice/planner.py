@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.client.policy.cluster_table import ClusterTable, StrategyTable
 from roundtable.cluster.choice.machine_rates import MachineRates, rates_of
 from roundtable.cluster.choice.plan_reasons import Considered, considered, why_chosen, why_not_faster
 from roundtable.cluster.choice.savings import Saving, savings
@@ -14,8 +15,9 @@ from roundtable.cluster.choice.search import HEADROOM, Found, Search
 from roundtable.cluster.choice.step_time import StepTime, format_seconds
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
-from roundtable.cluster.plan.candidates import candidates, check_by_hand, check_shares
+from roundtable.cluster.plan.candidates import Waiting, candidates
 from roundtable.cluster.plan.diloco_plan import diloco_table
+from roundtable.cluster.plan.hand_checks import check_by_hand, check_shares
 from roundtable.cluster.plan.links import Links, reduction_for
 from roundtable.cluster.plan.memory_estimate import Estimate, ModelProbe, with_momentum
 from roundtable.cluster.plan.precision_choice import settled
@@ -100,7 +102,7 @@ def make_plan(
     """
     check_step(job)
     probe = with_momentum(probe, make_algorithm(job.algorithm).step().momentum)
-    check_by_hand(resources, table)
+    check_by_hand(probe, resources, table)
     table, why_precision = settled(table, resources, job)
     private = is_example_level(job)
     check_shares(probe, table, private=private)
@@ -114,13 +116,13 @@ def make_plan(
     search = Search(probe, resources, rates, job.algorithm.batch_size, hand, private=private)
     search.uneven = table.shares == "measured"
     # Nodes that train apart come first where that pays, and what waits in the host's memory last.
-    offloads = (False, True) if resources.device == "cuda" and not hand.local_steps else (False,)
-    ways = chain(
-        ((each, False) for each in (apart,) if each),
-        ((table, each) for each in (offloads if hand.offload is None else (hand.offload,))),
+    first: Waiting = "optimizer" if hand.offload_optimizer else "nothing"
+    ways: Iterator[tuple[ClusterTable, Waiting]] = chain(
+        ((each, first) for each in (apart,) if each),
+        ((table, each) for each in _waiting(probe, resources, hand)),
     )
-    for each, offload in ways:
-        search.add(candidates(probe, resources, job, each, reduction, reasons, offload))
+    for each, waiting in ways:
+        search.add(candidates(probe, resources, job, each, reduction, reasons, waiting))
         best = search.best()
         if best is not None:
             return _plan(probe, resources, job, rates, search, best, reasons)
@@ -129,6 +131,18 @@ def make_plan(
             "no plan is possible with what [cluster.strategy] sets: " + ("; ".join(reasons) or "no mesh fits")
         )
     raise _nothing_fits(probe, resources, search, private=private)
+
+
+def _waiting(probe: ModelProbe, resources: Resources, hand: StrategyTable) -> Iterator[Waiting]:
+    """What may wait in the host's memory: nothing, then the optimizer's state, then weights and all."""
+    if not (hand.offload or hand.offload_optimizer):
+        yield "nothing"
+    by_itself = resources.device == "cuda" and probe.by_entry and probe.state_factor > 0
+    if not hand.offload and (by_itself if hand.offload_optimizer is None else hand.offload_optimizer):
+        yield "optimizer"
+    by_itself = resources.device == "cuda" and not hand.local_steps
+    if not hand.offload_optimizer and (by_itself if hand.offload is None else hand.offload):
+        yield "all"
 
 
 def _plan(

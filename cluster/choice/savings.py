@@ -59,6 +59,10 @@ def _optimisations(search: Search, chosen: Strategy) -> Iterator[tuple[str, Stra
     if search.resources.device == "cuda" and keeps and not search.private:
         without, having = (replace(chosen, offload_activations=on) for on in (False, True))
         yield "activations in CPU memory", without, having
+    portable = search.probe.state_factor and search.probe.by_entry and not chosen.offload
+    if search.resources.device == "cuda" and portable:
+        without, having = (replace(chosen, offload_optimizer=on) for on in (False, True))
+        yield "the optimizer in CPU memory", without, having
     if chosen.micro_batch > 1 and not refuse_pieces(search.probe, chosen.halved(), search.batch):
         half = chosen.halved()
         yield f"micro-batches of {half.micro_batch} instead of {chosen.micro_batch}", chosen, half

@@ -22,6 +22,7 @@ from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.activations import Pass
 from roundtable.cluster.plan.arithmetic import PassWork
+from roundtable.cluster.plan.collective_buffers import shards_weights
 from roundtable.cluster.plan.memory_estimate import ModelProbe, fullest, run_of
 from roundtable.cluster.plan.resources import Resources
 
@@ -174,7 +175,7 @@ class _Stage:
             experts=count * self.experts,
             stages=count * self.stages,
             weights=traffic.waited(*windows),
-            offload=traffic.offloaded() + self._activations_offloaded(),
+            offload=traffic.offloaded() + self._activations_offloaded() + self._state_offloaded(),
             bubble=bubbles(self._strategy) * slowest + count * waited,
             optimizer=optimizer_seconds(self._probe, self._sums, self._strategy, self._wires, self._units),
         )
@@ -188,6 +189,16 @@ class _Stage:
         traced = probe.half if half and probe.half is not None else probe.trace
         kept = run_of(probe, traced, strategy, self._count, self._units, 0).kept
         return 2 * self._count * kept / self._rates.host
+
+    def _state_offloaded(self) -> float:
+        """Seconds in which the optimizer's state comes from the host's memory and goes back."""
+        strategy = self._strategy
+        if not strategy.offload_optimizer:
+            return 0.0
+        shards = strategy.mesh.fsdp if shards_weights(strategy) else 1
+        shards *= strategy.mesh.dp if strategy.data_parallel == "zero1" else 1
+        trained = self._sums.weights(strategy, self._units).trained
+        return 2 * self._probe.state_factor * trained / shards / self._rates.host
 
     def _seconds(self, work: PassWork) -> float:
         """Of a pass of one micro-batch."""

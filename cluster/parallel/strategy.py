@@ -19,6 +19,19 @@ SPLITTING = "zero_bubble"
 Checkpointing = Literal["none", "every", "sqrt", "selective"]
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 BatchStatistics = Literal["synchronised", "local"]
+# Bytes of parameters whose offloaded state is on the device at one time; a larger one comes by itself.
+PORTION = 1 << 26
+_BY_ENTRY = {
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,21 @@ def cannot_offload(pp: int, checkpointing: str) -> str:
     return ""
 
 
+def by_entry(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step treats each entry by itself; of torch's own classes only is that known."""
+    return type(optimizer) in _BY_ENTRY
+
+
+def cannot_offload_state(by_entry: bool) -> str:
+    """Why an optimizer's state cannot wait in the host's memory; `by_entry`: a step treats entries alone."""
+    if by_entry:
+        return ""
+    return (
+        "the state comes to the device in portions, and the task's optimizer is none of torch's that treat "
+        "each entry by itself; use one of those (AdamW), or offload = true with zero2 or zero3"
+    )
+
+
 @dataclass(frozen=True)
 class Strategy:
     """Everything that decides what each rank holds and computes.
@@ -109,9 +137,9 @@ class Strategy:
     `reduction` is how gradients travel: see GradientReduction;
     `local_steps` above 0 lets the replicas of `dp` train apart and meet every so many steps (Douillard et al.
     2023, DiLoCo, algorithm 1), with `outer_learning_rate` and `outer_momentum`; 1 and 0 average (local SGD).
-    `offload` has parameters, gradients and optimizer wait in CPU memory, `offload_activations` what a forward
-    pass keeps. `batch_norm` layers take the statistics of the whole batch, or of each rank's micro-batch
-    (`local`).
+    `offload` has parameters, gradients and optimizer wait in CPU memory, `offload_optimizer` its state alone,
+    `offload_activations` what a forward pass keeps. `batch_norm` layers take the statistics of the whole
+    batch, or of each rank's micro-batch (`local`).
     `unused`: some trained parameters get no gradient, which DDP is to expect.
     """
 
@@ -125,6 +153,7 @@ class Strategy:
     checkpoint_every: int = 1
     checkpoint_blocks: tuple[str, ...] = ()
     offload: bool = False
+    offload_optimizer: bool = False
     offload_activations: bool = False
     precision: Precision = "float32"
     reduction: str = "exact"
@@ -159,6 +188,8 @@ class Strategy:
             self._check_apart()
         if self.offload and not sharded:
             raise ConfigError("offload = true needs zero2 or zero3, which keep parameters in shards")
+        if self.offload and self.offload_optimizer:
+            raise ConfigError("offload = true takes the optimizer along; leave offload_optimizer out")
         if self.offload_activations and (reason := cannot_offload(mesh.pp, self.checkpointing)):
             raise ConfigError(f"offload_activations = true and {reason}")
         self._check_schedule()
@@ -268,6 +299,7 @@ class Strategy:
                 every = f" of {len(self.checkpoint_blocks)} blocks"
             parts.append(f"checkpointing {self.checkpointing}{every}")
         parts.append("offload to CPU" if self.offload else "")
+        parts.append("optimizer in CPU memory" if self.offload_optimizer else "")
         parts.append("activations in CPU memory" if self.offload_activations else "")
         parts.append(f"micro-batch {self.micro_batch}")
         parts.append(self.precision)

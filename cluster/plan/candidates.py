@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from math import prod
+from typing import Literal
 
 from roundtable.client.policy.cluster_table import ClusterTable, StrategyTable
 from roundtable.client.policy.gradient_reduction import parse_reduction
@@ -17,18 +17,18 @@ from roundtable.cluster.parallel.strategy import (
     Mesh,
     Schedule,
     Strategy,
-    cannot_offload,
     cannot_reduce,
 )
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ConfigError
 
 _CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "every", "sqrt")
 _INTERLEAVED = (2, 3, 4)
 _WHOLE: tuple[DataParallel, ...] = ("none", "ddp", "zero1")
 _SHARDED: tuple[DataParallel, ...] = ("zero2", "zero3")
+# In the host's memory.
+Waiting = Literal["nothing", "optimizer", "all"]
 
 
 def candidates(
@@ -38,26 +38,26 @@ def candidates(
     table: ClusterTable,
     reduction: str,
     reasons: list[str],
-    offload: bool,
+    waiting: Waiting,
 ) -> Iterator[Strategy]:
     """Yields strategies from plain to elaborate, and adds to `reasons` why splits of the model are left out.
 
-    `reduction` is how DDP's gradients travel where the table does not say. With checkpointing = "budget" they
-    have none: which blocks do depends on the memory that they need.
+    `reduction` is how DDP's gradients travel where the table does not say, `waiting` what is offloaded. With
+    checkpointing = "budget" they have none: which blocks do depends on the memory that they need.
     """
     hand = table.strategy
     for tp, pp in _splits(probe, resources, hand, reasons):
-        for kind in _kinds(table, offload, pp):
+        for kind in _kinds(table, waiting, pp):
             for mesh in _meshes(resources, hand, kind, tp, pp):
                 # Shards of one rank alone save nothing, unless they are what is offloaded.
-                if kind in _SHARDED and mesh.data == 1 and not (hand.data_parallel or offload):
+                if kind in _SHARDED and mesh.data == 1 and not (hand.data_parallel or waiting == "all"):
                     continue
                 if reason := _cannot_apply(probe, hand, kind, mesh):
                     if reason not in reasons:
                         reasons.append(reason)
                     continue
                 yield from _whole(
-                    probe, job, reasons, _variants(probe, job, table, mesh, kind, offload, reduction)
+                    probe, job, reasons, _variants(probe, job, table, mesh, kind, waiting, reduction)
                 )
 
 
@@ -97,7 +97,7 @@ def _refuse_cut(probe: ModelProbe, stages: int) -> str:
     return str(probe.known[key])
 
 
-def _kinds(table: ClusterTable, offload: bool, pp: int) -> list[DataParallel]:
+def _kinds(table: ClusterTable, waiting: Waiting, pp: int) -> list[DataParallel]:
     """The kinds of data parallelism to try, in the order of what they cost."""
     hand = table.strategy
     if hand.data_parallel:
@@ -110,7 +110,7 @@ def _kinds(table: ClusterTable, offload: bool, pp: int) -> list[DataParallel]:
         if pp > 1 and "zero3" in kinds:
             # A stage is run many times a step, and keeps its weights gathered: zero3 would be zero2.
             kinds.remove("zero3")
-    return [kind for kind in kinds if kind in _SHARDED] if offload else kinds
+    return [kind for kind in kinds if kind in _SHARDED] if waiting == "all" else kinds
 
 
 def _meshes(
@@ -158,7 +158,7 @@ def _variants(
     table: ClusterTable,
     mesh: Mesh,
     kind: DataParallel,
-    offload: bool,
+    waiting: Waiting,
     reduction: str,
 ) -> Iterator[Strategy]:
     """Without and with checkpointing, from large micro-batches to single examples."""
@@ -188,7 +188,8 @@ def _variants(
                 checkpointing=checkpointing,
                 checkpoint_every=hand.checkpoint_every or 1,
                 checkpoint_blocks=tuple(probe.anatomy.blocks[i] for i in hand.checkpoint_blocks or ()),
-                offload=offload,
+                offload=waiting == "all",
+                offload_optimizer=waiting == "optimizer",
                 offload_activations=bool(hand.offload_activations),
                 precision=precision,
                 reduction=hand.reduction or _reduction(table, kind, reduction),
@@ -338,63 +339,3 @@ def _halvings(share: int, stages: int) -> Iterator[int]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def check_shares(probe: ModelProbe, table: ClusterTable, *, private: bool) -> None:
-    """Raises ConfigError for what ranks with unequal shares of a batch cannot train.
-
-    `private`: each example's gradient is clipped.
-    """
-    if table.shares == "equal":
-        return
-    reason = ""
-    if private:
-        reason = "at privacy.level 'example' each rank samples from its own examples"
-    elif probe.streamed:
-        reason = "streamed data are dealt out by lanes"
-    elif probe.anatomy.batch_norms and table.strategy.batch_norm != "local":
-        reason = f"{probe.anatomy.batch_norms[0]} takes statistics over a batch that each rank runs at once"
-    if reason:
-        raise ConfigError(f'[cluster] shares = "measured": {reason}; leave it out')
-
-
-def check_by_hand(resources: Resources, table: ClusterTable) -> None:
-    """Raises ConfigError for degrees in `[cluster.strategy]` that the devices cannot form."""
-    hand, world = table.strategy, resources.world
-    if (hand.cp or 1) > 1:
-        raise ConfigError(
-            f"[cluster.strategy] cp = {hand.cp}: context parallelism is not offered, as torch's has no CPU "
-            "kernel to be checked with; tp with sequence_parallel shards the sequence between the blocks"
-        )
-    if hand.offload_activations and resources.device == "cpu":
-        raise ConfigError(
-            "[cluster.strategy] offload_activations = true: the devices are CPUs, whose memory is the host's"
-        )
-    if hand.offload_activations and (reason := cannot_offload(hand.pp or 1, hand.checkpointing or "none")):
-        raise ConfigError(f"[cluster.strategy] offload_activations = true and {reason}")
-    degrees = {key: getattr(hand, key) for key in ("pp", "dp", "fsdp", "tp") if getattr(hand, key)}
-    ranks = prod(degrees.values())
-    mesh = " × ".join(f"{key} {value}" for key, value in degrees.items())
-    if ranks > world:
-        raise ConfigError(f"[cluster.strategy] {mesh} is a mesh of {ranks} ranks; there are {world} devices")
-    if world % ranks:
-        raise ConfigError(
-            f"[cluster.strategy] {mesh}: {world} devices do not divide by {ranks}; "
-            f"use {world // ranks * ranks} of them, or other degrees"
-        )
-    split = next((key for key in ("tp", "pp", "ep") if (getattr(hand, key) or 1) > 1), None)
-    if split and hand.data_parallel in ("ddp", "zero1"):
-        why = {
-            "ddp": "DDP reduces whole gradients in buckets of its own",
-            "zero1": "ZeRO-1's ranks share out the optimizer's state by whole parameters",
-        }[hand.data_parallel]
-        raise ConfigError(
-            f"[cluster.strategy] data_parallel = {hand.data_parallel!r} and {split} = "
-            f"{getattr(hand, split)}: {why}, and {split} leaves each rank a part of them; use zero2, which "
-            "shards the optimizer too and replicates over dp"
-        )
-    if (hand.tp or 1) > resources.devices:
-        raise ConfigError(
-            f"[cluster.strategy] tp = {hand.tp} would cross nodes of {resources.devices} devices: "
-            "every layer would wait for the network"
-        )

@@ -13,7 +13,7 @@ from typing import Any
 from roundtable.cluster.parallel.anatomy import Anatomy, Weight
 from roundtable.cluster.parallel.forward_trace import Trace
 from roundtable.cluster.parallel.pipeline_stages import partition
-from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.strategy import PORTION, Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.plan.activations import Activations, Pass, activations
 from roundtable.cluster.plan.arithmetic import ExampleCost, PassWork
@@ -54,10 +54,11 @@ class ModelProbe:
     `cannot_split` has a reason by degree, `cannot_pipeline` and `cannot_run` one; empty where the model can
     be split, cut into stages, or its blocks checkpointed in runs. In bfloat16 `trace` is under autocast, and
     `half` the pass of a model in bfloat16 itself, as gathered shards are. `gloo`: collectives are gloo's,
-    which work on copies. `work` is of one example, `optimizer` of a step for each byte of gradients, and each
-    parameter; `own_optimizer`: the task makes it, not the job. `streamed`: the training data are a stream.
-    `varies` names a module that not every pass calls, empty where all do. `crowding` is how many times its
-    share of the tokens an expert may get, by its layer's name. `known` has sums that were asked for before.
+    which work on copies. `work` is of one example, `optimizer` of a step for each byte of gradients, and
+    each parameter; `own_optimizer`: the task makes it, not the job; `by_entry`: it treats each entry by
+    itself. `streamed`: the training data are a stream. `varies` names a module that not every pass calls,
+    empty where all do. `crowding` is how many times its share of the tokens an expert may get, by its
+    layer's name. `known` has sums that were asked for before.
     """
 
     anatomy: Anatomy
@@ -74,6 +75,7 @@ class ModelProbe:
     work: ExampleCost = field(default_factory=lambda: ExampleCost(0.0, 0, "counted"))
     optimizer: PassWork = field(default_factory=PassWork)
     own_optimizer: bool = True
+    by_entry: bool = True
     streamed: bool = False
     varies: str = ""
     crowding: dict[str, float] = field(default_factory=dict)
@@ -179,7 +181,8 @@ def least_bytes(probe: ModelProbe, strategy: Strategy) -> float:
         )
     held, trained = probe.known[key]
     shards = mesh.fsdp if shards_weights(strategy) else 1
-    optimizer = probe.state_factor / (mesh.dp if strategy.data_parallel == "zero1" else 1)
+    factor = 0.0 if strategy.offload_optimizer else probe.state_factor
+    optimizer = factor / (mesh.dp if strategy.data_parallel == "zero1" else 1)
     return float(held + trained * (1 + optimizer)) / shards
 
 
@@ -200,7 +203,7 @@ def estimate_rank(
     held = sums.dense / shards + sums.expert / own
     gradients = sums.trained_dense / shards + sums.trained_expert / own
     share = mesh.dp if strategy.data_parallel == "zero1" else 1
-    optimizer = gradients * probe.state_factor / share
+    optimizer = state = gradients * probe.state_factor / share
     if strategy.local_steps:
         # The weights at the last meeting, and the outer optimizer's momentum.
         optimizer += gradients * (2 if strategy.outer_momentum else 1)
@@ -221,6 +224,11 @@ def estimate_rank(
     # A float64 copy of one gradient for its norm, or what an optimizer makes of one while it takes a step.
     passing = 8 * max(sums.largest_dense / shards, sums.largest_expert / own)
     host = waiting + (fixed - anatomy.buffer_bytes + gradients if strategy.offload else 0.0)
+    if strategy.offload_optimizer:
+        fixed, host = fixed - state, host + state
+        # A portion's state, and what its step makes of it.
+        portion = max(PORTION, passing / 2)
+        temporaries = min(temporaries, portion) + min(state, portion * probe.state_factor)
     if strategy.offload:
         fixed = gradients = temporaries = passing = 0
     step = gradients + max(temporaries, passing)

@@ -8,6 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from roundtable.cluster.parallel.pipeline_stages import (
 )
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.split_attention import split_attention
-from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.strategy import Strategy, by_entry
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
 from roundtable.cluster.plan.arithmetic import OperatorRecorder, PassWork, count_work
@@ -82,7 +83,7 @@ def probe_model(
     if not any(weight.trainable for weight in anatomy.weights):
         raise TaskError(f"{type(task).__name__}'s model has no parameters to train")
     plan = from_task(task, model, traced) or find_tensor_parallel(model, anatomy, traced, told)
-    factor, work, own = optimizer_cost(task)
+    cost = optimizer_cost(task)
 
     def tried(degree: int) -> str:
         told(f"running one rank's part under tp = {degree}")
@@ -92,9 +93,9 @@ def probe_model(
         anatomy=anatomy,
         trace=traced,
         tensor_parallel=plan,
-        state_factor=factor,
+        state_factor=cost.factor,
         # Multi-tensor kernels, which torch takes on GPUs, work on a copy of all at once.
-        optimizer_temporaries=1.0 if factor and device == "cuda" else 0.0,
+        optimizer_temporaries=1.0 if cost.factor and device == "cuda" else 0.0,
         experts=tuple(name for name, module in model.named_modules() if isinstance(module, Experts)),
         cannot_split={degree: _VALUES if mode is None else tried(degree) for degree in _DEGREES},
         cannot_pipeline=_no_pipeline(task, anatomy, data, batch, traced, varies, real=mode is None),
@@ -102,10 +103,11 @@ def probe_model(
         half=in_half(task, batch) if bfloat16 and mode is not None else None,
         gloo=device == "cpu",
         work=count_work(task, batch),
-        optimizer=work,
+        optimizer=cost.work,
         streamed=count_examples(data) is None,
         varies=varies,
-        own_optimizer=own,
+        own_optimizer=cost.own,
+        by_entry=cost.by_entry,
         crowding={
             f"{name}.experts": module.crowding
             for name, module in model.named_modules()
@@ -237,17 +239,29 @@ def example_batch(data: Any, examples: int = 3) -> Any:
     return next(iter(ordered_batches(data, examples))).data
 
 
-def optimizer_cost(task: Task) -> tuple[float, PassWork, bool]:
-    """(bytes of state for each byte of parameters, work, is it the task's own), found on a small parameter.
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Bytes of state for each byte of parameters, a step's work, is it the task's own, is it `by_entry`.
 
     The work is the bytes that a step moves for each byte of gradients, and its calls for each parameter.
+    """
+
+    factor: float
+    work: PassWork
+    own: bool
+    by_entry: bool
+
+
+def optimizer_cost(task: Task) -> OptimizerCost:
+    """What the task's optimizer costs, found on a small parameter.
+
     Plain SGD, which is the default, reads the gradient and reads and writes the parameter.
     """
     make: Callable[[Iterable[nn.Parameter]], Any] | None = getattr(task, "optimizer", None)
     parameter = nn.Parameter(torch.zeros(4096))
     optimizer = make([parameter]) if make is not None else None
     if optimizer is None:
-        return 0.0, PassWork(moved=3.0, calls=1.0), False
+        return OptimizerCost(0.0, PassWork(moved=3.0, calls=1.0), own=False, by_entry=True)
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     states = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
@@ -257,7 +271,8 @@ def optimizer_cost(task: Task) -> tuple[float, PassWork, bool]:
     work = sum(recorder.found(1)[0].values(), PassWork())
     size = parameter.nbytes
     factor = sum(value.nbytes for value in states if value.numel() > 1) / size
-    return factor, PassWork(moved=work.moved / size, calls=work.calls), True
+    moved = PassWork(moved=work.moved / size, calls=work.calls)
+    return OptimizerCost(factor, moved, own=True, by_entry=by_entry(optimizer))
 
 
 def cannot_split(

@@ -11,24 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-_BY_ENTRY = {
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-}
 _FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}
-
-
-def by_entry(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step treats each entry by itself; of torch's own classes only is that known."""
-    return type(optimizer) in _BY_ENTRY
 
 
 def localise(optimizer: torch.optim.Optimizer) -> None:
@@ -62,14 +47,10 @@ def state_of(parameter: Tensor, value: Tensor) -> Tensor:
     if whole is parameter or value.shape != parameter.shape or value.dim() == 0:
         return value
     assert isinstance(whole, DTensor)
-    return DTensor.from_local(
-        value,
-        whole.device_mesh,
-        whole.placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
+    # `from_local` would copy what waits in the host's memory to the mesh's devices.
+    meta = TensorMeta(whole.shape, whole.stride(), value.dtype)
+    spec = DTensorSpec(whole.device_mesh, whole.placements, meta)
+    return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from roundtable.client.training.corrections import Correction, make_correction
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import local_of
-from roundtable.cluster.parallel.strategy import Strategy
-from roundtable.cluster.stepping.local_parameters import by_entry, localise, take_kernels
+from roundtable.cluster.parallel.strategy import Strategy, by_entry, cannot_offload_state
+from roundtable.cluster.stepping.local_parameters import localise, take_kernels
+from roundtable.cluster.stepping.offloaded_state import offload_state
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.config import JobConfig
@@ -26,7 +27,10 @@ from roundtable.core.task import Task
 def make_optimizer(
     task: Task, parameters: Sequence[nn.Parameter], job: JobConfig, strategy: Strategy, meshes: Meshes
 ) -> torch.optim.Optimizer:
-    """The task's own optimizer, or SGD as the job says; sharded over the replicas under ZeRO-1."""
+    """The task's own optimizer, or SGD as the job says; sharded over the replicas under ZeRO-1.
+
+    Raises ConfigError for one that the strategy cannot share out, or offload.
+    """
     table, step = job.algorithm, make_algorithm(job.algorithm).step()
     make: Callable[[Iterable[nn.Parameter]], Any] | None = getattr(task, "optimizer", None)
     own: torch.optim.Optimizer | None = make(parameters) if make is not None else None
@@ -34,13 +38,17 @@ def make_optimizer(
         own = torch.optim.SGD(
             parameters, lr=table.learning_rate, momentum=step.momentum, weight_decay=step.weight_decay
         )
+    if strategy.offload_optimizer and (reason := cannot_offload_state(by_entry(own))):
+        raise ConfigError(f"offload_optimizer = true: {reason}")
     if strategy.data_parallel == "zero1":
-        return _zero(own, parameters, meshes)
+        return _zero(own, parameters, meshes, offload=strategy.offload_optimizer)
     if by_entry(own):
         localise(own)
         take_kernels(own)
     else:
         _split_groups(own)
+    if strategy.offload_optimizer:
+        offload_state(own)
     for group in own.param_groups:
         group["initial_lr"] = group["lr"]
     return own
@@ -97,7 +105,7 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _zero(
-    own: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], meshes: Meshes
+    own: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], meshes: Meshes, *, offload: bool
 ) -> torch.optim.Optimizer:
     if len(own.param_groups) != 1:
         raise ConfigError(
@@ -110,6 +118,8 @@ def _zero(
     options = {key: value for key, value in own.defaults.items() if key in accepted}
     options.update({key: own.param_groups[0][key] for key in ("fused", "foreach") if key in accepted})
     made = ZeroRedundancyOptimizer(parameters, type(own), process_group=group, **options)
+    if offload:
+        offload_state(made.optim)
     for one in made.param_groups:
         one["initial_lr"] = one["lr"]
     return made

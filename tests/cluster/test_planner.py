@@ -219,6 +219,7 @@ def test_what_is_set_by_hand_is_kept() -> None:
     ("arguments", "error", "said"),
     [
         ({"devices": 4, "offload_activations": True}, ConfigError, "whose memory is the host's"),
+        ({"devices": 4, "offload_optimizer": True}, ConfigError, "whose memory is the host's"),
         ({"devices": 4, "cp": 2}, ConfigError, "cp = 2: context parallelism is not offered"),
         ({"devices": 4, "tp": 8}, ConfigError, "mesh of 8 ranks; there are 4 devices"),
         ({"devices": 4, "tp": 3}, ConfigError, "4 devices do not divide by 3; use 3 of them"),

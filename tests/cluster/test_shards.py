@@ -32,9 +32,9 @@ def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_four_ranks_goes_on_with_two(tmp_path: Path) -> None:
-    run_ranks(save_midway, 4, case("fsdp tp", plan("zero3", fsdp=2, tp=2)), tmp_path)
+    run_ranks(save_midway, 4, case("fsdp tp", plan("zero3", fsdp=2, tp=2, offload_optimizer=True)), tmp_path)
     others = [
-        case("fsdp", plan("zero3", fsdp=2)),
+        case("fsdp", plan("zero3", fsdp=2, offload_optimizer=True)),
         case("tp", plan(tp=2, sequence_parallel=True)),
         case("pp", plan(pp=2)),
         case("ddp", plan("ddp", dp=2)),
