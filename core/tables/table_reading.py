@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from roundtable.core import extras
 from roundtable.core.errors import TaskError
+from roundtable.core.tables.csv_rows import csv_rows
 from roundtable.core.tables.table_description import ColumnTable, DataTableTable, code_key
 
 Values = npt.NDArray[np.float64]
@@ -99,22 +99,19 @@ def _source(table: DataTableTable) -> _Source:
         raise TaskError(f"there is no table at {path.name}: [data] names its file")
     if path.suffix == ".parquet":
         return _of_parquet(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{path.name} is no UTF-8 text (byte {error.start}): save it as UTF-8") from None
     separator = "\t" if path.suffix == ".tsv" and table.separator == "," else table.separator
-    rows = [row for row in csv.reader(text.splitlines(), delimiter=separator) if row]
+    rows = csv_rows(path, separator)
     if table.header:
         return _Source(table.header, rows)
-    if not rows:
+    first = next(rows, None)
+    if first is None:
         raise TaskError(f"{path.name} is empty: its first line names the columns, or [data] has a header")
-    names = [name.strip() for name in rows[0]]
+    names = [name.strip() for name in first]
     if len(set(names)) != len(names):
         raise TaskError(
             f"the first line of {path.name} repeats a name; give a header in [data] if it is no header"
         )
-    return _Source(names, rows[1:])
+    return _Source(names, rows)
 
 
 def _of_parquet(path: Path) -> _Source:
