@@ -47,7 +47,7 @@ def read_texts(path: Path) -> list[Text]:
     if path.suffix != ".jsonl":
         return [part.strip() for part in whole.split("\n\n") if part.strip()]
     found: list[Text] = []
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(whole.split("\n"), 1):
         if not line.strip():
             continue
         try:

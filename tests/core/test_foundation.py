@@ -235,6 +235,12 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
         read_texts(file)
 
 
+def test_an_object_may_hold_the_line_separators_of_unicode(tmp_path: Path) -> None:
+    file = tmp_path / "notes.jsonl"
+    file.write_text('{"text": "one\u2028two\x85three"}\n{"text": "four"}\r\n', encoding="utf-8", newline="")
+    assert read_texts(file) == [{"text": "one\u2028two\x85three"}, {"text": "four"}]
+
+
 def test_texts_are_shared_out_and_the_last_ones_kept_for_tests(llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("\n\n".join(sentences(20)))
