@@ -64,6 +64,12 @@ BUILT_EXAMPLES = {
         ("lora", "low-rank adapters over a frozen model", f"python make_base.py && {_SIMULATE}", ""),
         ("experts", "a mixture of experts for a silo's cluster", _SIMULATE, ""),
         ("convergence", "quadratics of which everything is known", _SIMULATE, ""),
+        (
+            "frameworks",
+            "scikit-learn, JAX, Keras, Lightning, XGBoost: a short task each",
+            _SIMULATE,
+            "scikit-learn",
+        ),
         ("second_door", "training scripts with PyTorch and scikit-learn", "cat README.md", "scikit-learn"),
     )
 }

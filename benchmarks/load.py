@@ -1,5 +1,6 @@
 """Many agents on one coordinator: connect storm, heartbeats, rounds of 200; memory, CPU, latency of dispatch.
 
+    pip install -e '.[bench]'
     python benchmarks/load.py                       # 1,000 agents
     python benchmarks/load.py --quick               # 100 agents, rounds of 20
     python benchmarks/load.py --relays 4            # the same agents behind relays

@@ -1,5 +1,6 @@
 """The coordinator's page under load: silos, jobs and events as many as stated, with and without open pages.
 
+    pip install -e '.[bench]'
     python benchmarks/page_load.py                       # 1,000 agents, 20 jobs, 10 pages
     python benchmarks/page_load.py --agents 100 --jobs 4
 

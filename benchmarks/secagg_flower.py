@@ -1,5 +1,6 @@
 """One round of Flower's SecAgg+ over vectors in memory, for benchmarks/secagg.py.
 
+    pip install -r benchmarks/secagg-requirements.txt       # in an environment of its own
     python secagg_flower.py CLIENTS LENGTH DROPPED SHARES THRESHOLD
 
 Runs under the interpreter of an environment that has Flower. Its own client functions and its own

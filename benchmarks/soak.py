@@ -1,5 +1,6 @@
 """Hours of rounds: memory, descriptors, threads, database, artifacts and latency, with a picture.
 
+    pip install -e '.[bench]'
     python benchmarks/soak.py --minutes 180                  # 200 light agents and a whole one, over TLS
     python benchmarks/soak.py --minutes 180 --train 20     # which train for 10 to 20 seconds a round
     python benchmarks/soak.py --virtual-hours 24             # a day of the simulator's time
