@@ -147,6 +147,10 @@ class ClusterTable(Table):
     precision: Literal["auto", "float32", "tf32", "bfloat16", "float16"] = Field(
         "auto", description="of forward and backward; auto: bfloat16 or float16 on GPUs that have it"
     )
+    compile: Literal["auto", "try", "never"] = Field(
+        "auto",
+        description="torch.compile of blocks, kept where the first steps get shorter; auto: on GPUs alone",
+    )
     peak_flops: float | None = Field(
         None, gt=0, description="of one device, for utilisation; default: what is known of the GPU"
     )

@@ -24,6 +24,7 @@ from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.privacy_composition import is_example_level, narrowed
 from roundtable.cluster.plan.resources import Resources, format_bytes
 from roundtable.cluster.plan.step_composition import check_step
+from roundtable.cluster.stepping.compile_trial import APART, STATISTICS, cannot_compile, why_plain
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, ResourceError
@@ -125,12 +126,25 @@ def make_plan(
         search.add(candidates(probe, resources, job, each, reduction, reasons, waiting))
         best = search.best()
         if best is not None:
+            reasons.append(_compiling(probe, resources, table, best.strategy, private=private))
             return _plan(probe, resources, job, rates, search, best, reasons)
     if not search.seen:
         raise ConfigError(
             "no plan is possible with what [cluster.strategy] sets: " + ("; ".join(reasons) or "no mesh fits")
         )
     raise _nothing_fits(probe, resources, search, private=private)
+
+
+def _compiling(
+    probe: ModelProbe, resources: Resources, table: ClusterTable, strategy: Strategy, *, private: bool
+) -> str:
+    refusal = cannot_compile(strategy, len(probe.anatomy.blocks), private=private)
+    if table.elastic == "replica":
+        refusal = APART
+    elif probe.anatomy.batch_norms:
+        refusal = refusal or STATISTICS
+    plain = why_plain(table.compile, resources.device, refusal)
+    return plain or "blocks are tried compiled in a job's first steps, and kept where that is faster"
 
 
 def _waiting(probe: ModelProbe, resources: Resources, hand: StrategyTable) -> Iterator[Waiting]:

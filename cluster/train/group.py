@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from roundtable.client.durable_files import digest_of
-from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.streams.kept_position import NAME, kept_position, position_tensor
 from roundtable.client.trainer import TrainedUpdate
 from roundtable.client.training.batches import count_examples
@@ -24,25 +21,24 @@ from roundtable.client.training.local_training import check_evaluation, check_pr
 from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import affordable, payment
-from roundtable.client.worker.executor import Settings, say_if_lost
+from roundtable.client.worker.executor import say_if_lost
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import prepare_update, write_deltas
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.device_peaks import peak_flops
-from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.model_probe import example_batch
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.plan.replica_composition import check_replicas
-from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.stepping.compile_trial import TrialMemory
 from roundtable.cluster.stepping.loss_scaling import NAME as SCALE
 from roundtable.cluster.stepping.loss_scaling import LossScale
 from roundtable.cluster.train.checkpoint_places import Mirror, checkpoint_folder, mirrors
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.fellow_replicas import FellowReplicas
 from roundtable.cluster.train.frozen_weights import frozen_weights
-from roundtable.cluster.train.group_plan import plan_together
+from roundtable.cluster.train.group_plan import Group, plan_together
 from roundtable.cluster.train.local_state import OwnTensors, save_local
 from roundtable.cluster.train.loss_guard import CheckpointTimes, last_sound
 from roundtable.cluster.train.pretrained_weights import pretrained_weights
@@ -63,20 +59,6 @@ from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
 from roundtable.core.models import Model, open_model
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, hides_figures
 from roundtable.core.task import ArrayTask, Site, Task, ToldTask, in_context, load_task
-
-
-@dataclass(frozen=True)
-class Group:
-    """The settings, devices and process groups of the ranks, for all their life."""
-
-    settings: Settings
-    table: ClusterTable
-    resources: Resources
-    folder: Path
-    device: torch.device
-    control: dist.ProcessGroup
-    saving: dist.ProcessGroup
-    links: Links
 
 
 class GroupExecutor:
@@ -131,7 +113,7 @@ class GroupExecutor:
             saved = self._save(trainer, checkpoints, position)
             times.saved()
 
-        wishes, figures = Wishes(withdrawn, times.due), RoundFigures()
+        wishes, figures = Wishes(withdrawn, times.due), RoundFigures(trial=trainer.replica.trial)
         try:
             trainer.fit(
                 batches, order.round, done, figures.seen_by(watch), wishes=wishes, save=save, times=times
@@ -288,6 +270,9 @@ class GroupExecutor:
             peers=self.peers,
             uneven=group.table.shares == "measured" and strategy.mesh.data > 1,
         )
+        key = (start.layout.fingerprint, str(strategy), type(task).__name__, group.links.key)
+        memory = TrialMemory(group.folder, key, group.control)
+        trainer.replica.try_compiled(group.table.compile, memory, apart=self.peers is not None)
         if dist.get_rank() == 0:
             # Only the rank that reports needs the operations of a step.
             trainer.work = count_work(task, example_batch(self._data[0]))

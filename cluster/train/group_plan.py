@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from roundtable.client.durable_files import replace_synced
 from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.client.worker.executor import Settings
 from roundtable.cluster.choice.planner import ClusterPlan, make_plan
 from roundtable.cluster.choice.search import HEADROOM
 from roundtable.cluster.parallel.strategy import Strategy
@@ -28,6 +30,20 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import ResourceError
 from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.task import Task
+
+
+@dataclass(frozen=True)
+class Group:
+    """The settings, devices and process groups of the ranks, for all their life."""
+
+    settings: Settings
+    table: ClusterTable
+    resources: Resources
+    folder: Path
+    device: torch.device
+    control: dist.ProcessGroup
+    saving: dist.ProcessGroup
+    links: Links
 
 
 def plan_together(

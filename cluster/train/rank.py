@@ -32,7 +32,8 @@ from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_
 from roundtable.cluster.plan.links import known_links
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.fellow_replicas import FIRST_RANK, REPLICA, FellowReplicas
-from roundtable.cluster.train.group import Group, GroupExecutor
+from roundtable.cluster.train.group import GroupExecutor
+from roundtable.cluster.train.group_plan import Group
 from roundtable.cluster.train.orders import SOCKET, AgentConnection, leave_report, order_of
 from roundtable.cluster.train.round_reports import StepReport, Wishes
 from roundtable.core.allocator import tune_for_transfers

@@ -23,11 +23,20 @@ from roundtable.cluster.parallel.pipeline_stages import (
     refuse_cut,
 )
 from roundtable.cluster.parallel.shards import Places, local_of, named_tensors, plain_name, read_shards
-from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
+from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, batch_norms, share_batch_norms
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions, TensorRandomness
 from roundtable.cluster.parallel.unsaved_constants import set_constants, shared_constants
+from roundtable.cluster.stepping.compile_trial import (
+    APART,
+    STATISTICS,
+    CompileTrial,
+    TrialMemory,
+    begin_trial,
+    cannot_compile,
+)
+from roundtable.cluster.stepping.compiled_blocks import CompiledBlocks
 from roundtable.cluster.stepping.encoded_gradients import EncodedGradients, EncodedScatter
 from roundtable.cluster.stepping.factored_gradients import FactoredGradients
 from roundtable.cluster.stepping.gradient_hooks import GradientHook, reduce_in_bfloat16
@@ -69,19 +78,15 @@ class Replica:
         self._regions: ShardedRegions | None = None
         if strategy.mesh.tp > 1 and tensor_parallel is not None and tensor_parallel.draws:
             self._regions = ShardedRegions(tensor_parallel, sequence=strategy.sequence_parallel)
-        self.parts = [
-            apply_strategy(
-                part,
-                present_blocks(part, blocks),
-                strategy,
-                meshes,
-                device,
-                tensor_parallel,
-                self._regions,
-                last=last,
-            )
-            for part, blocks, last in self._cut()
-        ]
+        self.parts: list[nn.Module] = []
+        blocks: list[nn.Module] = []
+        for part, names, last in self._cut():
+            present = present_blocks(part, names)
+            blocks += [part.get_submodule(name) for name in present]
+            options = (strategy, meshes, device, tensor_parallel, self._regions)
+            self.parts.append(apply_strategy(part, present, *options, last=last))
+        self.compiled = CompiledBlocks(blocks)
+        self.trial: CompileTrial | str = ""
         self._randomness: TensorRandomness | None = None
         if self._regions is not None:
             self._randomness = TensorRandomness(self._regions, meshes.place("tp"), device)
@@ -91,6 +96,18 @@ class Replica:
         self.clock: ForwardClock | None = None
         self._scatters = self._encode_shards()
         self.pipeline = Pipeline(self.parts, strategy, meshes, device) if strategy.mesh.pp > 1 else None
+
+    def try_compiled(self, mode: str, memory: TrialMemory, *, apart: bool) -> None:
+        """Begins a trial of compiled blocks, as `[cluster] compile` wants; collective.
+
+        `apart`: other replicas would decide by themselves.
+        """
+        refusal = cannot_compile(self.strategy, len(self.compiled), private=self._plain)
+        if apart:
+            refusal = APART
+        elif any(batch_norms(part) for part in self.parts):
+            refusal = refusal or STATISTICS
+        self.trial = begin_trial(mode, self.device, self.compiled, refusal, memory)
 
     def _cut(self) -> Iterator[tuple[nn.Module, tuple[str, ...], bool]]:
         """The whole model, or the stages of it that this rank runs: (part, blocks, is it the last)."""

@@ -22,6 +22,7 @@ from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.routing import ExpertShares
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.text_collectives import gather_text
+from roundtable.cluster.stepping.compile_trial import CompileTrial
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,10 @@ FIGURES = (
 
 @dataclass
 class RoundFigures:
-    """A round's steps in figures, on this rank; what crosses from rank to rank is texts of JSON."""
+    """A round's steps in figures, on this rank; what crosses from rank to rank is texts of JSON.
+
+    `trial` of compiled blocks goes on with each step, or says why there is none.
+    """
 
     steps: int = 0
     examples: int = 0
@@ -99,6 +103,7 @@ class RoundFigures:
     memory: int = 0
     skipped: int = 0
     spreads: dict[str, Spread] = field(default_factory=lambda: {name: Spread() for name in FIGURES})
+    trial: CompileTrial | str = ""
 
     def add(self, step: StepReport) -> None:
         """Takes one step."""
@@ -127,6 +132,8 @@ class RoundFigures:
 
         def see(step: StepReport) -> None:
             self.add(step)
+            if isinstance(self.trial, CompileTrial):
+                self.trial.note(step.seconds - step.waiting)
             watch(step)
 
         return see
@@ -159,6 +166,7 @@ class RoundFigures:
             "memory": max(rank["memory"] for rank in ranks),
             "memory_limit": memory_limit,
             **{name: spread.to_plain() for name, spread in self.spreads.items()},
+            "compile": self.trial if isinstance(self.trial, str) else self.trial.said,
             "ranks": ranks,
         }
 
