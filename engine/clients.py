@@ -8,7 +8,9 @@ from typing import Literal
 
 from roundtable.core.observability.link_estimate import UNKNOWN_LINK, LinkEstimate
 
-ClientState = Literal["available", "queued", "training", "uploading", "offline", "dropped", "done"]
+ClientState = Literal[
+    "available", "queued", "training", "evaluating", "uploading", "offline", "dropped", "done"
+]
 Held = Literal["drained", "disabled", "unsuited"]
 """Why a client that may be there is asked for nothing new: its silo wants that, operators do, or it has less
 than the job asks for."""

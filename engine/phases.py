@@ -5,7 +5,7 @@ How training goes, from the choice of clients to the last update, is the job's `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from roundtable.core.config import CENTRAL
 from roundtable.core.observability.released import IN_THE_LOG, Tells, is_told
@@ -18,6 +18,9 @@ from roundtable.engine.records import record_of, record_without_model, shown
 from roundtable.engine.state import Attempt, hops_after
 from roundtable.engine.stopping import missing_metric, stop_reason
 from roundtable.engine.validation.secure_feasibility import sums_exactly
+
+MOST_MEASURED = 200
+"""Clients of a round whose evaluation's time is told: a page shows no more."""
 
 
 class Phases:
@@ -119,7 +122,9 @@ class Phases:
         """
         attempt, held = self._context.attempt(), self._population.held()
         pool = attempt.cohort if self._job.evaluation.clients == "cohort" else self._population.free()
-        there = (name for name in pool if self._population.is_free(name))
+        # Whoever refuses to train in this attempt would say the same again.
+        refused = {name for name, failure in attempt.failures.items() if failure.kind == "refused"}
+        there = (name for name in pool if self._population.is_free(name) and name not in refused)
         # Of a secret cohort nobody is asked who would not be otherwise.
         known = sorted(attempt.updates) if is_told(self._job.privacy, Tells.COHORT) else ()
         delivered = (name for name in known if name not in held or attempt.updates[name].asked is None)
@@ -129,6 +134,16 @@ class Phases:
         attempt.deadline = now + self._job.evaluation.deadline
         self._context.set_timer("deadline", attempt.deadline)
         self._context.instruct(attempt.awaited, now)
+        self.proceed(m.EVALUATE, now)
+
+    def measured(self, client: str, metrics: Mapping[str, tuple[float, int]], now: float) -> None:
+        """A client's metrics of the new model are here."""
+        attempt, record = self._context.attempt(), self._context.record(client)
+        attempt.evaluations[client] = dict(metrics)
+        del attempt.awaited[client]
+        if record.state == "evaluating" and len(attempt.measured) < MOST_MEASURED:
+            attempt.measured[client] = record.since, now
+        self._context.mark(client, "done", now)
         self.proceed(m.EVALUATE, now)
 
     def evaluation_timer_fired(self, timer: str, now: float) -> None:
@@ -228,6 +243,9 @@ class Phases:
             self._context.note("round_closed", f"round {attempt.round} {reason}")
         else:
             detail = shown(attempt.record)
+            # How long before: the history has a clock of its own.
+            spans = {name: [now - began, now - ended] for name, (began, ended) in attempt.measured.items()}
+            detail |= {"measured": spans} if spans else {}
             self._context.note("round_committed", f"round {attempt.round} is committed", detail=detail)
         if self._state.stopping is not None:
             status, reason = self._state.stopping

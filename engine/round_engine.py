@@ -293,11 +293,7 @@ class RoundEngine:
     def _on_evaluated(self, event: m.Evaluated, now: float) -> None:
         if event.step.phase != m.EVALUATE or not self._context.works_on(event.client, event.step):
             return
-        attempt = self._context.attempt()
-        attempt.evaluations[event.client] = dict(event.metrics)
-        del attempt.awaited[event.client]
-        self._context.mark(event.client, "done", now)
-        self._phases.proceed(m.EVALUATE, now)
+        self._phases.measured(event.client, event.metrics, now)
 
     def _on_deadline(self, event: m.DeadlinePassed, now: float) -> None:
         attempt = self.state.attempt

@@ -141,6 +141,7 @@ class Attempt:
     - `replacements`: failed client → the one asked in its place.
     - `population`: how many clients there were when training ended.
     - `lines`: of those whose work in the phase that runs stood in line at them, for how long.
+    - `measured`: when clients began and ended to measure the round's model, as far as they told.
     """
 
     round: int
@@ -167,6 +168,7 @@ class Attempt:
     unmeasured: str = ""
     population: int = 1
     lines: dict[str, InLine] = field(default_factory=dict)
+    measured: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def step(self) -> Step:
@@ -318,6 +320,7 @@ def _attempt(plain: Mapping[str, Any]) -> Attempt:
     values["lost"] = _updates(values.get("lost", {}))
     values["failures"] = {name: SiteFailure(**failure) for name, failure in values["failures"].items()}
     values["evaluations"] = {name: _sums(sums) for name, sums in values["evaluations"].items()}
+    values["measured"] = {name: tuple(both) for name, both in values.get("measured", {}).items()}
     if values["aggregated"]:
         aggregated = dict(values["aggregated"])
         aggregated["step"] = Step(**aggregated["step"])

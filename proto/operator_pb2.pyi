@@ -458,7 +458,7 @@ class ClientActivity(google.protobuf.message.Message):
     FIGURES_FIELD_NUMBER: builtins.int
     client: builtins.str
     state: builtins.str
-    """"available", "queued", "training", "uploading", "offline", "dropped", "done"."""
+    """"available", "queued", "training", "evaluating", "uploading", "offline", "dropped", "done"."""
     since: builtins.float
     """Unix time since when."""
     done: builtins.int

@@ -144,7 +144,7 @@ EVENTS: Mapping[str, EventKind] = {
             "evaluation": Tells.EVALUATION,
             **_of(Tells.COHORT, "cohort contributors"),
             # Of test data that are the server's own, in a simulation.
-            **_of(Tells.PUBLIC, "seconds epsilon central"),
+            **(_of(Tells.PUBLIC, "seconds epsilon central") | {"measured": Tells.SILO}),
         },
     ),
     "round_skipped": EventKind(_WORDS, "round {round} is skipped, the model stays: " + IN_THE_LOG),

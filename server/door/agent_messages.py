@@ -74,7 +74,12 @@ class Begun:
 
     def event(self, site: str) -> m.WorkStarted:
         """As the engine hears of it from this silo."""
-        return m.WorkStarted(site, self.at.step, "queued" if self.queued else "training")
+        step = self.at.step
+        return m.WorkStarted(
+            site,
+            step,
+            "queued" if self.queued else "evaluating" if step.phase == m.EVALUATE else "training",
+        )
 
 
 @dataclass(frozen=True)

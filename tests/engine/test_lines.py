@@ -137,6 +137,20 @@ def test_an_answer_tells_how_long_each_part_of_the_work_took() -> None:
     assert public_kinds("course") == {Tells.SILO}
 
 
+def test_the_end_of_a_round_tells_how_long_its_model_was_measured_and_before() -> None:
+    driver = begun("synchronous", "[evaluation]\nevery = 1\ndeadline = 20\n")
+    driver.update("birch")
+    says(driver, "evaluating")
+    driver.advance(3.0)
+    driver.send(m.Evaluated("birch", driver.step(), {"loss": (1.0, 1)}))
+    driver.restart()
+    driver.advance(2.0)
+    driver.send(m.Evaluated("alder", driver.step(), {"loss": (1.0, 1)}))
+    (told,) = (note.detail for note in driver.notes if note.kind == "round_committed")
+    assert told["measured"] == {"birch": [5.0, 2.0]}
+    assert public_kinds("measured") == {Tells.SILO}
+
+
 def public_kinds(field: str) -> set[Tells]:
     """Of what kind a field of an event's detail is, over all events that have it."""
     return {kind.detail[field] for kind in EVENTS.values() if field in kind.detail}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from real_browser import BROWSER, opened
 from scripted_agent import ScriptedAgent
 from service import Operator
 
+from roundtable.proto import agent_pb2
 from roundtable.server import ServerConfig
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -54,6 +56,25 @@ async def test_a_job_is_followed_paused_and_resumed_in_the_browser(
             await page.get_by_role("heading", level=1, name=f"{job.name} ✓ finished").wait_for()
             for task in work:
                 task.cancel()
+        async with (
+            ScriptedAgent(world.coordinator.port, certificates / "alder", ward=HOSTILE),
+            ScriptedAgent(world.coordinator.port, certificates / "birch") as birch,
+        ):
+            await operator.submit("seed = 5\n[cohort]\nsize = 2\nminimum = 2", request="refused")
+            await birch.expect("withdraw")
+            asked = await birch.expect("instruction")
+            failure = {"step": asked.step, "kind": "refused", "detail": "not with our data"}
+            await birch.say(failure=agent_pb2.Failure(**failure))
+            await page.get_by_role("navigation").get_by_role("link", name="Silos").click()
+            await page.get_by_role("cell", name="not with our data").wait_for()
+            await page.go_back()
+        await page.get_by_text("Where the newest model comes from").click()
+        await page.get_by_role("rowheader", name="Submitted by").wait_for()
+        async with page.expect_download() as kept:
+            await page.get_by_role("button", name="Signed statement as JSON").click()
+        signed = json.loads(await asyncio.to_thread(Path(await (await kept.value).path()).read_text))
+        assert signed["purpose"] == "provenance"
+        assert [each["round"] for each in signed["statement"]["rounds"]] == [1, 2, 3]
         await page.locator("figure.chart").first.wait_for()
         await page.get_by_text("round 3 is committed").first.wait_for()
         await expect(page.locator(".heat td.counted")).to_have_count(6)

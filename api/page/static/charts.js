@@ -38,6 +38,7 @@ export class Chart {
     const rounds = [...new Set(series.flatMap((each) => each.points.map(([round]) => round)))].sort((one, other) => one - other);
     /** @type {any[]} */
     const data = [rounds];
+    /** @type {any[]} */
     const bands = [];
     /** @type {any[]} */
     const shape = [{ label: "round" }];

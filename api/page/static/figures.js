@@ -83,7 +83,7 @@ export function parallel(title, lanes, labels) {
 
 /** @param {string[]} labels */
 function legendOf(labels) {
-  return h("p", { class: "words" }, labels.map((label, at) => [svg("svg", { viewBox: "0 0 24 8", class: "swatch", "aria-hidden": "true" }, svg("path", { d: "M0 4H24", ...look(at) })), ` ${label}  `]));
+  return h("p", { class: "words" }, labels.flatMap((label, at) => [svg("svg", { viewBox: "0 0 24 8", class: "swatch", "aria-hidden": "true" }, svg("path", { d: "M0 4H24", ...look(at) })), ` ${label}  `]));
 }
 
 /** @param {string} title @param {Node[]} drawn @param {string[]} legend @param {number} [high] */

@@ -5,6 +5,7 @@ import { Chart } from "/static/charts.js";
 import { bytes, download, duration, number, timeOfDay, when } from "/static/format.js";
 import { lines, rows } from "/static/live.js";
 import { ask, badge, eventLine, problemOf, progress, tile } from "/static/parts.js";
+import { provenance } from "/static/provenance.js";
 import { may, read, session } from "/static/session.js";
 import { Timeline } from "/static/timeline.js";
 
@@ -173,7 +174,8 @@ export function job(id) {
   function models() {
     const line = (/** @type {string} */ name, /** @type {any} */ artifact) => artifact?.digest && h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, h("code", {}, artifact.digest)), h("td", {}, bytes(artifact.size)));
     fill(artifacts, h("table", {}, h("caption", {}, "Models of the job, by digest"), h("thead", {}, h("tr", {}, ["Model", "Digest", "Size"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, line("began with", kept.initial_model), line("newest", kept.job.model))),
-      h("p", {}, "Download it with ", h("code", {}, `roundtable job model ${kept.job.id}`), "; where it comes from: ", h("code", {}, `roundtable job provenance ${kept.job.id}`), "."),
+      h("p", {}, "Download it with ", h("code", {}, `roundtable job model ${kept.job.id}`), "."),
+      kept.rounds.length ? provenance(kept.job.id, kept.job.name) : null,
       h("button", { type: "button", onclick: () => download(`${kept.job.name}-rounds.csv`, tableOf(kept.rounds)) }, "Rounds as CSV"));
   }
 

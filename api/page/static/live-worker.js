@@ -8,7 +8,7 @@ const tabs = new Map();
 const known = new Map();
 /** @type {EventSource | null} */
 let source = null;
-let open = "";
+let followed = "";
 let state = "connecting";
 let later = 0;
 const MOST_LINES = 1000;
@@ -22,9 +22,9 @@ function become(next) {
 function listen() {
   const topics = [...new Set([...tabs.values()].flatMap((each) => [...each]))].sort();
   const wanted = topics.join(",");
-  if (wanted === open && source && source.readyState !== EventSource.CLOSED) return;
+  if (wanted === followed && source && source.readyState !== EventSource.CLOSED) return;
   source?.close();
-  open = wanted;
+  followed = wanted;
   for (const topic of known.keys()) if (!topics.includes(topic)) known.delete(topic);
   if (!wanted) return;
   source = new EventSource(`/api/live?topics=${encodeURIComponent(wanted)}`);
@@ -51,7 +51,7 @@ async function again() {
   } catch {
     // The coordinator is away; it is tried again.
   }
-  open = "";
+  followed = "";
   listen();
 }
 

@@ -18,7 +18,7 @@ const address = "/static/live-worker.js";
 const worker = new SharedWorker(policy ? policy.createScriptURL(address) : address, { name: "roundtable" });
 const port = worker.port;
 
-port.onmessage = (event) => {
+port.onmessage = (/** @type {MessageEvent} */ event) => {
   const message = event.data;
   if (message.state) return tell(message.state);
   let board = boards.get(message.topic);

@@ -35,3 +35,4 @@ if (location.hash.length > 20 && token instanceof HTMLInputElement) {
     provider.hidden = false;
   }
 }
+export {};

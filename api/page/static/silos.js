@@ -2,14 +2,16 @@
 // Every silo that the coordinator knows: whether it is here, what it can do, and how it has kept its word.
 import { fill, h, Table } from "/static/dom.js";
 import { bytes, number, when } from "/static/format.js";
-import { rows } from "/static/live.js";
-import { ask, badge, problemOf } from "/static/parts.js";
+import { lines, rows } from "/static/live.js";
+import { ask, badge, detailOf, problemOf } from "/static/parts.js";
 import { may } from "/static/session.js";
 
 const TOPIC = "overview";
 
 export function silos() {
   const problem = h("div");
+  /** By silo: what it has refused last, of the newest events of jobs that are not over. @type {Map<string, string>} */
+  let refusals = new Map();
   const word = /** @type {HTMLInputElement} */ (h("input", { id: "silo-filter", type: "search", placeholder: "name, state, task or device" }));
   const table = new Table(
     "Silos",
@@ -24,6 +26,7 @@ export function silos() {
       { title: "Says of itself", cell: (silo) => Object.entries(silo.metadata).map(([key, value]) => `${key}=${value}`).join(", ") },
       { title: "Version", cell: (silo) => silo.version },
       { title: "Certificate ends", cell: (silo) => h("span", { class: "nowrap" }, silo.certificate_ends ? when(silo.certificate_ends) : "–") },
+      { title: "Refused last", cell: (silo) => refusals.get(silo.name) ?? "" },
       { title: "Held back", cell: (silo) => [silo.drained && `drained: ${silo.drained}`, silo.disabled && `disabled: ${silo.disabled}`].filter(Boolean).join("; ") },
       { title: "Change", cell: action },
     ],
@@ -41,6 +44,7 @@ export function silos() {
     fill(problem, problemOf(TOPIC));
     const wanted = word.value.toLowerCase();
     const found = Object.values(rows(TOPIC, "silos")).filter((silo) => [silo.name, silo.state, ...silo.tasks, ...silo.devices].some((text) => text.toLowerCase().includes(wanted)));
+    refusals = refusalsIn(lines(TOPIC), rows(TOPIC, "jobs"));
     table.show(found.sort((one, other) => one.name.localeCompare(other.name)).map((silo) => [silo.name, silo]));
   };
   word.addEventListener("input", update);
@@ -53,6 +57,12 @@ function lineOf(link) {
   if (!link?.up && !link?.down) return "–";
   const rate = (/** @type {number} */ value) => (value ? `${bytes(value)}/s` : "–");
   return `${rate(link.up)}, ${rate(link.down)}${link.round_trip ? `; ${number(1000 * link.round_trip)} ms` : ""}`;
+}
+
+/** @param {any[]} events oldest first @param {Record<string, any>} jobs */
+function refusalsIn(events, jobs) {
+  const refused = events.filter((event) => event.kind === "client_failed" && detailOf(event).kind === "refused");
+  return new Map(refused.map((event) => [event.client, `${jobs[event.job]?.name ?? event.job}, ${when(event.time)}: ${event.message}`]));
 }
 
 /** @param {any} silo */

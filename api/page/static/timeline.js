@@ -54,6 +54,10 @@ export function spansOf(events, clients, now) {
       for (const each of spans) if (each.silo === event.client && each.round === event.round && each.attempt === event.attempt) Object.assign(each, { look: "late", why: event.message });
     } else if (event.kind === "round_committed" || event.kind === "attempt_failed" || event.kind === "round_closed") {
       attempt.to = event.time;
+      for (const [silo, [began, ended]] of Object.entries(detailOf(event).measured ?? {})) {
+        const part = { state: "evaluating", from: event.time - began, to: event.time - ended };
+        spans.push({ silo, round: event.round, attempt: event.attempt, from: part.from, to: part.to, look: "counted", why: "", parts: [part] });
+      }
       attempt.outcome = event.kind === "round_committed" ? `committed after ${duration(detailOf(event).seconds ?? event.time - attempt.from)}` : event.message;
     }
   }

@@ -61,11 +61,15 @@ export function csvCell(value) {
   return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }
 
-/** Offers a file to the viewer. @param {string} name @param {unknown[][]} rows */
+/** Offers a table to the viewer as CSV. @param {string} name @param {unknown[][]} rows */
 export function download(name, rows) {
-  const text = rows.map((row) => row.map(csvCell).join(",")).join("\r\n");
+  save(name, rows.map((row) => row.map(csvCell).join(",")).join("\r\n"), "text/csv");
+}
+
+/** Offers a file to the viewer. @param {string} name @param {string} text @param {string} type */
+export function save(name, text, type) {
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+  link.href = URL.createObjectURL(new Blob([text], { type }));
   link.download = name.replace(/[^A-Za-z0-9._-]/g, "_");
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
