@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -64,3 +65,29 @@ def test_the_agents_file_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "agent.toml").write_text(next(block for block in blocks("toml") if "coordinator" in block))
     config = load_agent_config(tmp_path / "agent.toml")
     assert config.reference_of("digits") == "digits.py"
+
+
+def test_every_figure_of_the_reasons_is_on_the_page_that_is_linked() -> None:
+    reasons = README.split("## Why this one")[1].split("\n## ")[0]
+    lines = reasons.split("\n- ")[1:]
+    assert len(lines) == 6
+    checked = 0
+    for line in lines:
+        pages = [ROOT / page.partition("#")[0] for page in re.findall(r"\]\(([^)]+)\)", line)]
+        text = "\n".join(page.read_text() for page in pages)
+        for figure in re.findall(r"\b\d[\d.,]* (?:ms|s|M)\b", line):
+            number = figure.split()[0]
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", text), (
+                f"{figure} is on none of {pages}"
+            )
+            checked += 1
+    assert checked >= 7
+
+
+def test_the_gallery_shows_every_picture_and_names_a_script_that_is_there() -> None:
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    shown = set(re.findall(r"\]\(figures/([^)]+)\)", page))
+    assert shown == {file.name for file in (ROOT / "docs" / "figures").iterdir()}
+    scripts = set(re.findall(r"`((?:tools|benchmarks|examples)/[^`]+)`", page))
+    assert len(scripts) > 5
+    assert [name for name in scripts if not (ROOT / name).is_file()] == []
