@@ -15,10 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Page, sync_playwright
 from processes import free_port
+from real_browser import BROWSER
 
 from roundtable.cli.main import run
 from roundtable.client.policy.config import load_agent_config
@@ -51,6 +54,8 @@ class Reader:
         self.capture = capture
         self.shown = ""
         self.running: list[subprocess.Popen[bytes]] = []
+        self.seen: Page | None = None
+        self.stack = ExitStack()
         self.ports = {str(port): str(free_port()) for port in PORTS}
         patched.setenv("PYTHONPATH", "")
 
@@ -99,7 +104,22 @@ class Reader:
             )
             code, out, err = done.returncode, done.stdout, done.stderr
         assert code == expected, f"{line}\n{out}\n{err}"
+        if words[:2] == ["roundtable", "page"]:
+            self.open(out.split()[-1])
         return out + err
+
+    def open(self, address: str) -> None:
+        """The page in a browser, as the page asks: the address signs in, once."""
+        if BROWSER is None:
+            return
+        playwright = self.stack.enter_context(sync_playwright())
+        browser = playwright.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox", "--ignore-certificate-errors"]
+        )
+        self.stack.callback(browser.close)
+        self.seen = browser.new_page()
+        self.seen.goto(address)
+        self.seen.get_by_role("status").filter(has_text="live").first.wait_for()
 
     def start(self, line: str) -> None:
         """A process in a terminal of its own."""
@@ -134,7 +154,8 @@ class Reader:
             assert re.search(".*".join(parts), shown), f"nothing shows {line!r} in:\n{self.shown}"
 
     def end(self) -> None:
-        """Stops what runs, the agents before the coordinator."""
+        """Closes the browser and stops what runs, the agents before the coordinator."""
+        self.stack.close()
         for process in reversed(self.running):
             process.terminate()
         for process in self.running:
@@ -157,6 +178,13 @@ def test_the_tutorial_works_as_it_is_written(page: Path, reader: Reader) -> None
     if page.stem == "fine-tune-llm":
         pytest.importorskip("peft", reason="fine-tuning takes the extra huggingface")
     assert reader.follow(page) > 2
+    if page.stem == "three-silos" and BROWSER is not None:
+        assert reader.seen is not None, "the tutorial ends in a browser"
+        reader.seen.get_by_role("link", name="Silos", exact=True).click()
+        for silo in ("north", "south", "west"):
+            reader.seen.get_by_role("main").get_by_text(silo, exact=True).first.wait_for()
+        reader.seen.get_by_role("link", name="Jobs", exact=True).click()
+        reader.seen.get_by_role("main").get_by_text("finished").first.wait_for()
 
 
 @pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
