@@ -38,7 +38,11 @@ class Meshes:
         self._batch: DeviceMesh | None = None
         self._inner: dist.ProcessGroup | None = None
         self._known: dict[DeviceMesh, frozenset[str]] = {}
-        self._fsdp = self.root["outer", "ep"]._flatten("fsdp") if mesh.ep > 1 else self.root["fsdp"]
+        # Kept, as a view is worked out anew each time that it is asked for, which takes a millisecond.
+        self._views = {name: self.root[name] for name in self._names}
+        self._fsdp = self.root["outer", "ep"]._flatten("fsdp") if mesh.ep > 1 else self._views["fsdp"]
+        views = {**self._views, "fsdp": self._fsdp}
+        self._coordinates = {name: int(view.get_local_rank()) for name, view in views.items()}
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -52,11 +56,11 @@ class Meshes:
 
     def one(self, name: str) -> DeviceMesh:
         """A dimension of the root: pp, dp, tp, and with experts outer and ep."""
-        return self.root[name]
+        return self._views[name]
 
     def place(self, name: str) -> int:
         """This rank's coordinate in a dimension."""
-        return int((self._fsdp if name == "fsdp" else self.root[name]).get_local_rank())
+        return self._coordinates[name]
 
     @property
     def data_rank(self) -> int:
@@ -69,7 +73,7 @@ class Meshes:
         if self.apart or shape.dp == 1:
             mesh = self._fsdp
         elif shape.fsdp == 1:
-            mesh = self.root["dp"]
+            mesh = self._views["dp"]
         elif self._batch is None:
             names = ("dp", "outer", "ep") if shape.ep > 1 else ("dp", "fsdp")
             mesh = self._batch = self.root[names]._flatten("batch")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_cases import fit_and_report
+from cluster_cases import fit_and_report, views_of_meshes
 from cluster_models import Language
 from cluster_plans import case, plan
 from hypothesis import given
@@ -18,6 +18,7 @@ from roundtable.cli.jobs.job_view import step_row
 from roundtable.client.door.outgoing import figures_message
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.agent.failed_ranks import figures_of
+from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.arithmetic import count_work
 from roundtable.cluster.plan.device_peaks import known_peak, peak_flops
 from roundtable.cluster.plan.model_probe import example_batch
@@ -115,3 +116,10 @@ def test_what_is_not_known_is_not_told() -> None:
     assert message.HasField("waiting_seconds")
     row = step_row(operator_pb2.ClientActivity(client="alder", loss=float("nan"), figures=message))
     assert row == ("alder", "1/4", "", "", "", "16.0 examples/s", "", "", "", "0%")
+
+
+@pytest.mark.parametrize("strategy", [plan("ddp", dp=2), plan("zero3", fsdp=2)], ids=["ddp", "zero3"])
+def test_steps_work_out_no_views_of_the_mesh(strategy: Strategy) -> None:
+    # One takes about a millisecond, as long as a short step's collectives.
+    for few, many in run_ranks(views_of_meshes, 2, case("views", strategy), [2, 6]):
+        assert many == few < 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from cluster_models import Language, Mixture, Wide
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from roundtable.client.durable_files import digest_of
@@ -37,6 +38,8 @@ from roundtable.cluster.train.round_reports import RoundProgress, StepReport
 from roundtable.core import JobConfig, Layout, open_model
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.task import Site, Task, initial_state
+
+_VIEW = DeviceMesh.__getitem__
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,21 @@ def fit_and_report(rank: int, case: Case, peak: float) -> list[dict[str, Any]]:
     reports: list[dict[str, Any]] = []
     trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: reports.append(asdict(report)))
     return reports
+
+
+def views_of_meshes(rank: int, case: Case, counts: list[int]) -> list[int]:
+    """How many views of a device mesh are worked out in rounds of so many steps."""
+    _, _, start = reference(case)
+    trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+    trainer.load(start, {})
+    data, _ = case.task.data(Site("silo"))
+    found = []
+    for number, steps in enumerate(counts, 1):
+        trainer.job = job_of(replace(case, algorithm={**case.algorithm, "steps": steps}))
+        with mock.patch.object(DeviceMesh, "__getitem__", autospec=True, side_effect=_VIEW) as asked:
+            trainer.fit(trainer.batches(data, number), number, RoundProgress(), lambda report: None)
+        found.append(asked.call_count)
+    return found
 
 
 def probe_twice(rank: int, folder: Path, per_node: int) -> tuple[Links, Links]:
