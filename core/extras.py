@@ -15,6 +15,7 @@ DISTRIBUTION = "roundtable-fl"
 EXTRAS = {
     "adlfs": "azure",
     "alembic": "server",
+    "cloudpickle": "notebook",
     "fsspec": "server",
     "gcsfs": "gcs",
     "huggingface_hub": "huggingface",

@@ -6,14 +6,16 @@ import os
 
 import torch
 
-from roundtable.core.errors import ResourceError
+from roundtable.core.errors import ConfigError, ResourceError
 from roundtable.simulation.backend import Backend, World
+from roundtable.simulation.backends.carried_task import pack_task
 from roundtable.simulation.backends.local import make_local
 from roundtable.simulation.backends.precision import mixed
 from roundtable.simulation.backends.processes import Processes
 from roundtable.simulation.backends.ray_cluster import RayCluster
 from roundtable.simulation.backends.stacked.backend import why_not_stacked
 from roundtable.simulation.backends.vectorised import why_not_recorded
+from roundtable.simulation.world.simulated_clients import DATA_BUDGET
 
 
 def make_backend(world: World) -> tuple[Backend, str]:
@@ -26,9 +28,10 @@ def make_backend(world: World) -> tuple[Backend, str]:
     if wanted == "sequential":
         return make_local("sequential", world, device=device_of(world)), "chosen by the job"
     if wanted == "processes":
-        return Processes(world, workers or cores(), device=device_of(world)), "chosen by the job"
+        count = workers or cores()
+        return Processes(world, count, device=device_of(world), packed=_must_pack(world)), "chosen by the job"
     if wanted == "ray":
-        return RayCluster(world), "chosen by the job"
+        return RayCluster(world, _must_pack(world)), "chosen by the job"
     device = device_of(world)
     if wanted == "stacked":
         return _spread(world, "stacked", workers, "chosen by the job", device)
@@ -50,10 +53,26 @@ def _spread(world: World, inner: str, workers: int | None, why: str, device: str
     count = workers or (1 if inner == "stacked" else cores())
     if count == 1:
         return make_local(inner, world, device=device), why
-    if world.reference is None:
-        lonely = "in one process, because other processes cannot make this task"
-        return make_local(inner, world, device=device), f"{why}; {lonely}"
-    return Processes(world, count, inner, device), why
+    try:
+        packed = _packed(world, DATA_BUDGET // count)
+    except ConfigError as error:
+        return make_local(inner, world, device=device), f"{why}; in one process, because {error}"
+    return Processes(world, count, inner, device, packed), why
+
+
+def _packed(world: World, most: int | None = None) -> bytes | None:
+    """The task for other processes as bytes; None where they find it. Raises ConfigError as `pack_task`."""
+    return pack_task(world.task, most) if world.reference is None else None
+
+
+def _must_pack(world: World) -> bytes | None:
+    try:
+        return _packed(world)
+    except ConfigError as error:
+        raise ConfigError(
+            f'simulation.backend = "{world.job.simulation.backend}": {error}; or name the task in the job '
+            '(file.py:Class or module:Class), or choose backend = "sequential"'
+        ) from error
 
 
 def cores() -> int:

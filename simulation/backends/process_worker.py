@@ -24,9 +24,10 @@ from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.task import load_task
 from roundtable.simulation.backend import Backend, Failed, Measured, Trained, Work, World
+from roundtable.simulation.backends.carried_task import unpack_task
 from roundtable.simulation.backends.frames import Channel, PeerGone
 from roundtable.simulation.backends.local import make_local
-from roundtable.simulation.backends.shared_vectors import SharedFloats
+from roundtable.simulation.backends.shared_vectors import SharedFloats, shared_bytes
 from roundtable.simulation.world.simulated_clients import Clients
 
 WORKER = "ROUNDTABLE_SIMULATION_WORKER"
@@ -54,13 +55,16 @@ def _prepare(channel: Channel) -> tuple[Backend, World]:
     message, _, _ = channel.receive()
     sys.path[:] = message["path"]
     job = job_from_json(message["job"])
-    task = load_task(message["task"], Path(message["folder"]), parameters=job.task.parameters)
+    if message["packed"] is not None:
+        task = unpack_task(shared_bytes(message["packed"]))
+    else:
+        task = load_task(message["task"], Path(message["folder"]), parameters=job.task.parameters)
     folder = Path(message["algorithms"]) if message["algorithms"] is not None else None
     algorithm = make_algorithm(job.algorithm, folder)
     world = World(job, task, initial_model(job, task, algorithm), folder=folder)
     if world.layout.fingerprint != message["layout"]:
         raise RoundtableError(
-            f"task {message['task']!r} makes another model in a worker process than here: its layout differs"
+            f"task {job.task.name!r} makes another model in a worker process than here: its layout differs"
         )
     clients = Clients(world, message["budget"])
     return make_local(message["inner"], world, clients, message["device"]), world
@@ -150,13 +154,16 @@ def decode(
     return values["client"], values["examples"]
 
 
-def start_message(world: World, inner: str, device: str, budget: int) -> dict[str, Any]:
-    """What a worker needs to build its own world; the world has a `reference`."""
-    assert world.reference is not None
-    task, folder = world.reference
+def start_message(world: World, packed: int | None, inner: str, device: str, budget: int) -> dict[str, Any]:
+    """What a worker needs to build its own world.
+
+    `packed` is the descriptor of its task's bytes, which it inherits; without it the world has a `reference`.
+    """
+    task, folder = world.reference or (None, None)
     return {
         "path": sys.path,
         "job": world.job.to_json(),
+        "packed": packed,
         "task": task,
         "folder": str(folder),
         "algorithms": None if world.folder is None else str(world.folder),

@@ -29,7 +29,7 @@ from roundtable.simulation.backends.frames import Channel, PeerGone
 from roundtable.simulation.backends.local import make_local
 from roundtable.simulation.backends.precision import mixed
 from roundtable.simulation.backends.process_worker import WORKER, decode, start_message
-from roundtable.simulation.backends.shared_vectors import SharedFloats
+from roundtable.simulation.backends.shared_vectors import SharedFloats, share_bytes
 from roundtable.simulation.world.simulated_clients import DATA_BUDGET, Clients
 
 _LOG = logging.getLogger(__name__)
@@ -68,15 +68,17 @@ class _Worker:
 class Processes:
     """`workers` processes in all, each with an `inner` backend."""
 
-    def __init__(self, world: World, workers: int, inner: str = "sequential", device: str = "cpu") -> None:
-        """Raises ConfigError where other processes cannot make the task."""
-        if world.reference is None:
-            raise ConfigError(
-                f'simulation.backend = "processes": worker processes make the task themselves, and cannot '
-                f"find this {type(world.task).__name__}; name it in the job (file.py:Class or module:Class), "
-                'pass a class of a module or script that needs no arguments, or choose backend = "sequential"'
-            )
+    def __init__(
+        self,
+        world: World,
+        workers: int,
+        inner: str = "sequential",
+        device: str = "cpu",
+        packed: bytes | None = None,
+    ) -> None:
+        """Workers find the task by the world's `reference`, or are given it as `packed` bytes."""
         self.world = world
+        self._packed = None if packed is None else share_bytes(packed)
         self._inner = inner
         self._device = device
         self._budget = DATA_BUDGET // workers
@@ -150,6 +152,9 @@ class Processes:
         for shared in (self._vector, self._shared_rows):
             if shared is not None:
                 shared.close()
+        if self._packed is not None:
+            os.close(self._packed)
+            self._packed = None
 
     def _run(
         self, op: str, work: Sequence[Work], round: int = 0, rows: Sequence[Tensor] = ()
@@ -326,17 +331,17 @@ class Processes:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-c", _COMMAND, str(theirs.fileno())]
         environment = {**os.environ, WORKER: str(number), "OMP_NUM_THREADS": "1"}
+        inherited = [fd for fd in (theirs.fileno(), self._packed) if fd is not None]
         try:
-            process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
-            )
+            process = subprocess.Popen(command, pass_fds=inherited, env=environment, stdin=subprocess.DEVNULL)
         except OSError as error:
             raise ResourceError(f"no worker process could be started: {error}") from error
         finally:
             theirs.close()
         worker = _Worker(number, process, Channel(ours, yields=True))
         with contextlib.suppress(PeerGone):
-            worker.channel.send(start_message(self.world, self._inner, self._device_of(number), self._budget))
+            device = self._device_of(number)
+            worker.channel.send(start_message(self.world, self._packed, self._inner, device, self._budget))
         return worker
 
     def _device_of(self, number: int) -> str:

@@ -3,7 +3,7 @@
 Every node gets an actor for each of its cores. The model goes out once a round through the object
 store. Where the aggregate is a plain mean, updates never travel: each actor sums its own, each node
 adds the sums of its actors, and one vector for each node comes back. For other rules the updates
-come back whole. The task must be importable on every node.
+come back whole. The task must be importable on every node, or is carried there.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from roundtable.core.errors import ConfigError, ResourceError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.task import load_task
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World, can_sum
+from roundtable.simulation.backends.carried_task import unpack_task
 from roundtable.simulation.backends.local import make_local
 from roundtable.simulation.backends.sequential import allocate_rows
 from roundtable.simulation.world.simulated_clients import DATA_BUDGET, Clients
@@ -43,12 +44,17 @@ _Item = tuple[int, Mapping[str, Any] | None, int | None]
 class Host:
     """What runs in an actor: a sequential backend and the updates of the round."""
 
-    def __init__(self, job: str, task: str, folder: str, path: list[str], budget: int, summing: bool) -> None:
+    def __init__(
+        self, job: str, task: bytes | str, folder: str | None, path: list[str], budget: int, summing: bool
+    ) -> None:
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
         torch.set_num_threads(1)
         config = job_from_json(job)
-        made = load_task(task, Path(folder), parameters=config.task.parameters)
-        beside = Path(folder)
+        beside = None if folder is None else Path(folder)
+        if isinstance(task, bytes):
+            made = unpack_task(task)
+        else:
+            made = load_task(task, beside, parameters=config.task.parameters)
         model = initial_model(config, made, make_algorithm(config.algorithm, beside))
         self._world = World(config, made, model, folder=beside)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,14 +124,13 @@ class RayCluster:
     name = "ray"
     chunk = _CHUNK
 
-    def __init__(self, world: World) -> None:
-        """Raises ResourceError without Ray, ConfigError where other processes cannot make the task."""
+    def __init__(self, world: World, packed: bytes | None = None) -> None:
+        """Nodes find the task by the world's `reference`, or are given it as `packed` bytes.
+
+        Raises ResourceError without Ray, ConfigError where a node makes another model of it.
+        """
         self._ray = _import_ray()
-        if world.reference is None:
-            raise ConfigError(
-                'simulation.backend = "ray": the cluster\'s nodes make the task themselves; name it in the '
-                "job as module:Class or file.py:Class, importable on every node"
-            )
+        self._packed = packed
         self.world = world
         self.sums_updates = can_sum(world)
         self._began = not self._ray.is_initialized()
@@ -272,12 +277,16 @@ class RayCluster:
             )
 
     def _actor(self, node: str) -> _Actor:
-        assert self.world.reference is not None
-        task, folder = self.world.reference
+        task, folder = self.world.reference or (self._packed, self.world.folder)
         budget = DATA_BUDGET // max(1, len(self._actors))
         remote = self._ray.remote(Host).options(num_cpus=1, scheduling_strategy=self._on(node))
         handle = remote.remote(
-            self.world.job.to_json(), task, str(folder), sys.path, budget, self.sums_updates
+            self.world.job.to_json(),
+            task,
+            None if folder is None else str(folder),
+            sys.path,
+            budget,
+            self.sums_updates,
         )
         return _Actor(handle, node)
 

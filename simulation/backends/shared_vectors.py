@@ -30,17 +30,35 @@ class SharedFloats:
     @classmethod
     def create(cls, rows: int, columns: int) -> SharedFloats:
         """New memory, all zeros; MemoryError or OSError where there is not enough."""
-        size = 4 * rows * columns
-        if size <= IN_MEMORY and hasattr(os, "memfd_create"):
-            fd = os.memfd_create("roundtable")
-        else:
-            with tempfile.TemporaryFile(prefix="roundtable-") as file:
-                fd = os.dup(file.fileno())
-        os.ftruncate(fd, size)
-        return cls(fd, rows, columns)
+        return cls(_anonymous(4 * rows * columns), rows, columns)
 
     def close(self) -> None:
         """Gives the descriptor back, once; the memory goes when no tensor refers to it any more."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def share_bytes(data: bytes) -> int:
+    """The descriptor of memory that holds them, for processes that inherit it; MemoryError or OSError."""
+    fd = _anonymous(len(data))
+    with mmap.mmap(fd, len(data)) as mapping:
+        mapping[:] = data
+    return fd
+
+
+def shared_bytes(fd: int) -> bytes:
+    """What `share_bytes` put there. Gives the descriptor back."""
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapping:
+        os.close(fd)
+        return mapping[:]
+
+
+def _anonymous(size: int) -> int:
+    if size <= IN_MEMORY and hasattr(os, "memfd_create"):
+        fd = os.memfd_create("roundtable")
+    else:
+        with tempfile.TemporaryFile(prefix="roundtable-") as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd

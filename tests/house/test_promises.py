@@ -68,14 +68,31 @@ def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, str(node.module)
 
 
+CARRIES_ITS_OWN = Path("simulation/backends/carried_task.py")
+"""The task of a notebook, to worker processes of the same user; nothing of it comes from elsewhere."""
+
+
 def test_nothing_imports_pickle_or_its_kin() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{line}: {name}"
         for file, tree in sources()
+        if file.relative_to(ROOT) != CARRIES_ITS_OWN
         for line, name in imported(tree)
         if name.split(".")[0] in UNSAFE
     ]
     assert found == []
+
+
+def test_code_is_carried_within_a_simulation_alone() -> None:
+    """Neither agents, nor coordinators, nor relays, nor silos can unpack a task."""
+    users = {
+        file.relative_to(ROOT)
+        for file, tree in sources()
+        for _, name in imported(tree)
+        if name == "roundtable.simulation.backends.carried_task"
+    }
+    workers = {Path("simulation/backends/process_worker.py"), Path("simulation/backends/ray_cluster.py")}
+    assert users == workers | {Path("simulation/choose_backend.py")}
 
 
 # The vectorised backend compiles the step that it has recorded itself; nothing of it was received.

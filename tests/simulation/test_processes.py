@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.errors import TaskError
 from roundtable.simulation import simulate
 from roundtable.simulation.backends import processes
 from roundtable.simulation.backends.frames import Channel
@@ -100,23 +100,6 @@ def test_a_worker_that_cannot_make_the_task_says_why(make_job, tmp_path):
     job = make_job(simulation__backend="processes", simulation__workers=2)
     with pytest.raises(TaskError, match=r"a worker process could not start: .*no licence here"):
         simulate(job, folder=tmp_path)
-
-
-def test_what_was_asked_for_and_cannot_be_is_said(make_job):
-    class Local:
-        def model(self):
-            return torch.nn.Linear(2, 2)
-
-        def data(self, site):
-            return (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)), None
-
-        def loss(self, model, batch):
-            return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    with pytest.raises(ConfigError, match="cannot find this Local; name it in the job"):
-        simulate(make_job(simulation__backend="processes", simulation__workers=2), Local())
-    automatic = simulate(make_job(simulation__backend="auto", simulation__workers=2), Local())
-    assert automatic.backend.startswith(("sequential", "vectorised"))
 
 
 @pytest.mark.slow

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from roundtable.core.task import load_task
+from roundtable.simulation import simulate
 from roundtable.simulation.backends import ray_cluster
+
+HERE = Path(__file__).parent
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install roundtable-fl[ray]")
 pytestmark = pytest.mark.slow
@@ -73,4 +79,19 @@ def test_a_dead_actor_is_replaced_and_its_updates_made_again(cluster, run, monke
     monkeypatch.setattr(ray_cluster.RayCluster, "total", kill_one_first)
     result = run(rounds=2, simulation__backend="ray")
     assert killed
+    assert torch.allclose(result.model.vector, reference.model.vector, atol=2e-6)
+
+
+def test_a_task_of_a_function_is_carried_to_the_nodes(cluster, run, make_job):
+    """A class that no module of a node has, with a value and a closure of its own."""
+
+    class Local(type(load_task("worlds.py:Perceptron", HERE))):
+        def loss(self, model, batch):
+            return super().loss(model, batch) * self.by
+
+    task = Local()
+    task.by = 0.5
+    reference = simulate(make_job(rounds=2), task)
+    result = simulate(make_job(rounds=2, simulation__backend="ray"), task)
+    assert "2 actors on 2 Ray nodes" in result.backend
     assert torch.allclose(result.model.vector, reference.model.vector, atol=2e-6)
