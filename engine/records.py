@@ -17,7 +17,8 @@ def record_of(attempt: Attempt, now: float, private: bool, metrics: Mapping[str,
     assert aggregated is not None
     contributors = tuple(n for n in sorted(attempt.updates) if n not in aggregated.excluded)
     evaluated = add_up(attempt.evaluations[name] for name in sorted(attempt.evaluations))
-    training = aggregated.training or add_up(_training_sums(attempt.updates[n]) for n in contributors)
+    training = add_up(_training_sums(attempt.updates[n]) for n in contributors)
+    training |= aggregated.training
     return RoundRecord(
         round=attempt.round,
         attempt=attempt.number,

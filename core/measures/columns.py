@@ -16,6 +16,7 @@ COLUMNS = frozenset(
         "up_bytes",
         "down_bytes",
         "encoding_error",
+        "merge_error",
         "client",
         "client_name",
         "model",

@@ -22,6 +22,7 @@ from roundtable.core.errors import AggregationError
 from roundtable.core.model_delta import published
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
+from roundtable.engine.combining.factor_merge import merge_error
 from roundtable.engine.combining.noisy_sums import with_correlated_noise, with_fresh_noise
 from roundtable.engine.combining.received import GroupMeans, Mean, Received, Rows
 from roundtable.engine.combining.round_delta import RoundAccount, RoundDelta
@@ -108,6 +109,9 @@ def combine(
     """
     noise = noise or SecureNoise()
     delta = _delta_of(plan, received, state, round, seed, noise, diagnose, root_update)
+    lost: Mapping[str, tuple[float, int]] = {}
+    if isinstance(received, Rows):
+        lost = merge_error(plan.factors, received, delta.account.weights, model)
     if plan.estimates:
         delta = _estimated(delta, received, state)
     if plan.thinned is not None:  # After the noise, which hides what was clipped, and not d/k times that.
@@ -135,7 +139,7 @@ def combine(
         raise AggregationError(
             "the new model is not finite although the aggregate is: lower the server's learning rate"
         )
-    account = replace(delta.account, training={**delta.account.training, **told}) if told else delta.account
+    account = replace(delta.account, training={**delta.account.training, **lost, **told})
     if basis is not None:  # Nothing else goes down in a form of its own then.
         vector = torch.cat([vector, basis])
     if plan.down is None:

@@ -20,6 +20,7 @@ from roundtable.core.encodings import Encoding
 from roundtable.core.encodings.composed.common_rank import CommonRank
 from roundtable.core.encodings.sparse import RandomK
 from roundtable.core.errors import ConfigError
+from roundtable.core.foundation.factor_pairs import FactorPair, factor_pairs
 from roundtable.core.job_tables.discounts import Discount, constant
 from roundtable.core.layout import Layout
 from roundtable.core.privacy_table import (
@@ -95,7 +96,8 @@ class Plan:
     what staleness leaves of an update; `server` is the server's part of an algorithm that has one. `down` is
     how the change from model to model is encoded; None where silos get the exact model. `estimates`: silos
     send differences from what they have sent (EF21). `thinned` multiplies what is published by d/k, after the
-    noise. `common`: updates are factors by a basis that lies behind the model.
+    noise. `common`: updates are factors by a basis that lies behind the model. `factors` are pairs of
+    low-rank factors whose merging is measured.
     """
 
     aggregation: AggregationConfig
@@ -109,6 +111,7 @@ class Plan:
     estimates: bool = False
     thinned: RandomK | None = None
     common: CommonRank | None = None
+    factors: tuple[FactorPair, ...] = ()
 
     def over(self, layout: Layout) -> Plan:
         """The plan for vectors of this layout, which encodings may look at. ConfigError for a model without
@@ -121,7 +124,17 @@ class Plan:
                 "a model that this job's task makes",
                 key=("transfer", "up"),
             )
-        return replace(self, down=None if self.down is None else self.down.over(layout), common=common)
+        down = None if self.down is None else self.down.over(layout)
+        return replace(self, down=down, common=common, factors=self._factors_in(layout))
+
+    def _factors_in(self, layout: Layout) -> tuple[FactorPair, ...]:
+        """None where the aggregate is not the weighted mean of updates as they came, or noise is to hide
+        these."""
+        config = self.aggregation
+        mean = config.rule == "mean" and not config.pre and config.validation != "clip"
+        coded = self.estimates or self.thinned is not None or self.common is not None
+        plain = mean and not coded and self.discount is constant and isinstance(self.privacy, NoPrivacy)
+        return factor_pairs(layout) if plain else ()
 
     def charge_of(self, round: int) -> Charge | None:
         """What publishing a round (from 1) costs the population; None where silos alone have accounts."""
