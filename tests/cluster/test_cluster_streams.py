@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from cluster_cases import Case, adam
+from cluster_models import Mixture
+from cluster_plans import case, plan
 from cluster_silo import TASK, Silo, watched
+from ranks import run_ranks
+from streamed_cases import after_streams
 from tar_files import write_shards
+
+from roundtable.cluster.parallel.strategy import Strategy
 
 CODE = (
     TASK.split("    def data(self, site):", maxsplit=1)[0]
@@ -50,6 +57,37 @@ async def test_rounds_over_a_stream_equal_one_process(lanes: int, tmp_path: Path
                 assert again.digest == trained.digest
             assert torch.allclose(silo.update(output), silo.alone(round=round, local=local), atol=1e-6)
             silo.go_on(output)
+
+
+SHAPES = [
+    ("zero1", plan("zero1", dp=2)),
+    ("zero3", plan("zero3", fsdp=2, checkpointing="every")),
+    ("tp sequence", plan(tp=2, sequence_parallel=True)),
+]
+OTHERS = [("ddp", plan("ddp", dp=2)), ("zero2", plan("zero2", micro=1, fsdp=2)), ("tp", plan(tp=2))]
+PRODUCTS = [
+    ("hsdp", plan("zero3", dp=2, fsdp=2)),
+    ("zero3 tp", plan("zero3", fsdp=2, tp=2)),
+    ("dp tp", plan("zero2", dp=2, tp=2, sequence_parallel=True)),
+]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [SHAPES, *(pytest.param(some, marks=pytest.mark.slow) for some in (OTHERS, PRODUCTS))],
+    ids=["two ranks", "others of two", "four ranks"],
+)
+def test_every_strategy_takes_the_samples_of_one_process(
+    shapes: list[tuple[str, Strategy]], tmp_path: Path
+) -> None:
+    """Ranks that split layers read the same lanes, others have lanes of their own."""
+    urls = [str(path) for path in write_shards(tmp_path, [9, 14, 5, 12])]
+    cases = [case(name, strategy, {"batch_size": 6, "steps": 3}) for name, strategy in shapes]
+    if shapes is PRODUCTS:
+        experts = Case("ep", plan("zero3", fsdp=4, ep=2), adam(block=Mixture), {"batch_size": 6, "steps": 3})
+        cases.append(experts)
+    for gaps in run_ranks(after_streams, cases[0].strategy.mesh.world, cases, urls):
+        assert {name: gap for name, gap in gaps.items() if not gap < 1e-6} == {}
 
 
 @pytest.mark.slow

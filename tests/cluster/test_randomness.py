@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 from cluster_cases import Case
 from cluster_masks import interrupted, masks, outcomes
-from cluster_models import Language, Masking, Noisy, NoisyGates
+from cluster_models import Language, Masking, Noisy, NoisyGates, NoisyMixture
 from cluster_plans import plan
 from ranks import run_ranks
 
@@ -62,6 +64,49 @@ def test_masks_are_alike_where_activations_are_and_nowhere_else() -> None:
     _, other, _ = second["1f1b"]["blocks.2.residual"]
     assert independent(one, two)
     assert independent(one, other)
+
+
+# Products of meshes on four ranks: (strategy, ranks that have the same examples and blocks).
+PRODUCTS = {
+    "hsdp": (plan("zero3", dp=2, fsdp=2), ()),
+    "zero2": (plan("zero2", fsdp=4, micro=2), ()),
+    "zero1": (plan("zero1", dp=4, micro=2), ()),
+    "dp tp": (plan("zero2", dp=2, tp=2), ((0, 1), (2, 3))),
+    "zero3 tp": (plan("zero3", fsdp=2, tp=2), ((0, 1), (2, 3))),
+    "pp tp": (plan(pp=2, tp=2, micro=4), ((0, 1), (2, 3))),
+    "pp zero2": (plan("zero2", pp=2, fsdp=2), ()),
+    "interleaved": (plan("zero2", pp=2, fsdp=2, schedule="interleaved", virtual_stages=2, micro=2), ()),
+    "ep": (plan("zero3", fsdp=4, ep=2), ()),
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["zero3 tp", "pp tp", "ep"], pytest.param([*PRODUCTS], marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_products_of_strategies_draw_alike_where_both_would_and_nowhere_else(names: list[str]) -> None:
+    cases = [
+        Case(name, PRODUCTS[name][0], Language(kind=Noisy, block=NoisyMixture, dtype=torch.float64), STEPS)
+        if name == "ep"
+        else noisy(name, PRODUCTS[name][0])
+        for name in names
+    ]
+    found = run_ranks(masks, 4, cases)
+    for name in names:
+        strategy, alike = PRODUCTS[name]
+        for one, other in combinations(range(4), 2):
+            first, second = found[one][name], found[other][name]
+            assert first.keys() == second.keys() or strategy.mesh.pp > 1
+            for place in first.keys() & second.keys():
+                # The last pass: in a pipeline's first one torch asks for shapes.
+                pair = first[place][-1], second[place][-1]
+                same = (one, other) in alike and not place.endswith("inside")
+                assert pair[0] == pair[1] if same else independent(*pair), (name, place, one, other)
+        # What one rank draws in its places is no stream begun anew.
+        for places in (found[0][name], found[3][name]):
+            residuals = [passes[-1] for place, passes in places.items() if place.endswith("residual")]
+            assert all(independent(*pair) for pair in combinations(residuals, 2)), name
 
 
 def kinds(strategy: Strategy, kind: str) -> Strategy:

@@ -94,7 +94,7 @@ def bench_of(case: Case, meshes: Meshes) -> RankTrainer:
     plan = None
     if case.strategy.mesh.tp > 1:
         data, _ = case.task.data(Site("silo"))
-        batch = tuple(part[:2] for part in data)
+        batch = example_batch(data, 2)
         plan = find_tensor_parallel(fake, dissect(fake), trace(case.task, mode, fake, batch))
     # Fake tensors share their memory with nobody: ties are found on a real model.
     layout = Layout.of(initial_state(case.task, job.seed))

@@ -290,11 +290,25 @@ class NoisyBlock(Block):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class NoisyMixture(Mixture):
+    """A mixture of experts with dropout."""
+
+    def __init__(self, dim: int, heads: int, hidden: int) -> None:
+        super().__init__(dim, heads, hidden)
+        self.attention = NoisyAttention(dim, heads)
+        self.residual = Mask()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, sequence, dim] → the same shape."""
+        x = x + self.residual(self.attention(self.attention_norm(x)))
+        return x + self.moe(self.ffn_norm(x))
+
+
 class Noisy(Transformer):
     """With dropout before the blocks and in them."""
 
     def __init__(self, **sizes: Any) -> None:
-        super().__init__(**{**sizes, "block": NoisyBlock})
+        super().__init__(**{"block": NoisyBlock, **sizes})
         parts = dict(self._modules)
         self._modules.clear()
         # A pipeline takes parts in the order of their definition.
