@@ -2,7 +2,8 @@
 
 from roundtable.engine.best_model import Best, best_after
 from roundtable.engine.combining.combine import Combined, combine, try_rule
-from roundtable.engine.combining.received import GroupMean, GroupMeans, Mean, Received, Rows
+from roundtable.engine.combining.received import GroupMean, GroupMeans, Mean, Received, RegionModel, Rows
+from roundtable.engine.combining.region_sums import sum_by_region
 from roundtable.engine.combining.round_delta import RoundAccount
 from roundtable.engine.combining.server_state import ServerState, initial_server_state
 from roundtable.engine.metrics import add_up, figures, mean, means
@@ -30,6 +31,7 @@ __all__ = [
     "Plan",
     "Population",
     "Received",
+    "RegionModel",
     "Roster",
     "RoundAccount",
     "RoundEngine",
@@ -45,5 +47,6 @@ __all__ = [
     "means",
     "record_from_plain",
     "record_to_plain",
+    "sum_by_region",
     "try_rule",
 ]

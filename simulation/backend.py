@@ -175,4 +175,5 @@ def can_sum(world: World) -> bool:
         and not hides_figures(job.privacy)
         and job.round.mode == "synchronous"
         and attack.get("name", "label_flip") == "label_flip"
+        and not job.simulation.regions
     )

@@ -31,10 +31,14 @@ from roundtable.simulation.ledger import SimulatedLedger
 from roundtable.simulation.secure_sums import SecureAggregation
 from roundtable.simulation.world.attackers import Attackers
 
+Starts = Callable[[Tensor, Sequence[int]], Iterable[tuple[Tensor, Sequence[int]]]]
+"""Of the global model [d] and clients by number: the models that they train from, each with those who do."""
+
 
 class ClientUpdates:
     """Runs clients through a backend and keeps their updates until a round has used them.
 
+    `starts` says from which model each trains, where not all do from the global one.
     `steps` are those that clients were given by their speed, for whom the job does not say them.
     `local` are the clients' own tensors (rule `local`) as of the last committed round, `pending`
     those of clients whose update is in no committed round yet.
@@ -49,6 +53,7 @@ class ClientUpdates:
         self.steps: dict[int, int] = {}
         self._attackers = Attackers.of(world.job)
         self.chain_of: Callable[[str], str] = lambda client: world.job.writes.up
+        self.starts: Starts = lambda vector, indices: [(vector, indices)]
         self._travelled: dict[str, TransferFigures] = {}
         self._secure = SecureAggregation.of(world.job, world.layout.sent)
         self._before: dict[str, Metrics] = {}
@@ -97,12 +102,13 @@ class ClientUpdates:
         failed = self._measure(round, vector, indices)
         yield from ((place_of[client], answer) for client, answer in failed.items())
         indices = [index for index in indices if self.world.names[index] not in failed]
-        rows = [self._rows[place_of[self.world.names[index]]] for index in indices]
-        for answer in self.backend.train(round, vector, list(self.work(indices)), rows):
-            place = place_of[answer.client]
-            if isinstance(answer, Trained):
-                self._received(answer, self._rows[place], step, vector[self.world.layout.basis])
-            yield place, answer
+        for start, together in self.starts(vector, indices):
+            rows = [self._rows[place_of[self.world.names[index]]] for index in together]
+            for answer in self.backend.train(round, start, list(self.work(together)), rows):
+                place = place_of[answer.client]
+                if isinstance(answer, Trained):
+                    self._received(answer, self._rows[place], step, start[self.world.layout.basis])
+                yield place, answer
 
     def evaluate(self, round: int, vector: Tensor, indices: Sequence[int]) -> Iterator[Measured | Failed]:
         """Evaluates a round's model on clients' test data, with their own tensors as training left them."""

@@ -33,6 +33,7 @@ from roundtable.simulation.ledger import SimulatedLedger
 from roundtable.simulation.pacing import BufferedPacing, Pacing, SynchronousPacing
 from roundtable.simulation.world.central_test import CentralTest
 from roundtable.simulation.world.fleet import Fleet
+from roundtable.simulation.world.regions import Regions
 from roundtable.simulation.world.simulated_clients import trusted_data
 
 
@@ -77,6 +78,9 @@ class Driver:
         self._queue = EventQueue()
         self._updates = ClientUpdates(world, backend, self._ledger)
         self._updates.chain_of = self._chain_of
+        self._regions = Regions.of(world)
+        if self._regions is not None:
+            self._updates.starts = self._starts
         self._work = ClientWork(world, fleet, self._updates, self._queue, listener.answered)
         self._pacing: Pacing = (
             BufferedPacing(world, fleet, self._updates, self._queue)
@@ -90,6 +94,10 @@ class Driver:
 
     def _chain_of(self, client: str) -> str:
         return chosen_chain(self._engine.state, client) or self.world.job.writes.up
+
+    def _starts(self, vector: Tensor, indices: Sequence[int]) -> Iterable[tuple[Tensor, Sequence[int]]]:
+        assert self._regions is not None
+        return self._regions.starts(vector, self.server.regions, indices)
 
     def run(self) -> None:
         """From the start, or from where `resume` left it, to the end of the job.
@@ -231,6 +239,10 @@ class Driver:
         step, seed = action.step, self.world.job.seed
         try:
             received = self._updates.collect(action, partial(self._tried, action.step))
+            if self._regions is not None and isinstance(received, Rows):
+                received = self._regions.mean(
+                    self.plan.aggregation, received, self.model.vector, self.server.regions, step.round
+                )
             if self._updates.unmasks:
                 self._queue.push(self._queue.now, m.Unmasking(step, self._ledger.spending(step)))
             combined = combine(

@@ -60,6 +60,7 @@ from roundtable.simulation.world.devices import Devices
 from roundtable.simulation.world.fleet import Fleet
 from roundtable.simulation.world.natural_names import NaturalNames, natural_names
 from roundtable.simulation.world.partition import make_partition
+from roundtable.simulation.world.regions import Regions, check_regions
 from roundtable.simulation.world.simulated_clients import Clients
 from roundtable.simulation.world.tables_check import check_tables
 
@@ -105,6 +106,7 @@ def simulate(
         check_down_layout(job, layout, folder)
         check_kept_layout(job, layout)
         check_cohort_is_all(job, job.simulation.clients)
+        check_regions(job, world.algorithm)
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)
         check_task(world.task, job, layout)
@@ -131,7 +133,8 @@ def simulate(
         keeper = Keeper(job, world.initial, run)
         report = notebook_report() if progress is None else progress or None
         listener = _Listener(job, run, report, trackers, keeper)
-        for note in _told_first(weak, travel_note(job, layout), declared.overlooked()):
+        regions = Regions.of(world)
+        for note in _told_first(weak, travel_note(job, layout), declared.overlooked(), regions):
             listener.note(note, 0.0)
         driver = Driver(world, plan, backend, Fleet(world.names, declared), listener, central)
         if run is not None and (last := run.last(world.initial)) is not None:
@@ -186,12 +189,16 @@ def _look_first(world: World, listener: _Listener, run: RunDirectory | None) -> 
         listener.note(Note("nameless_clients", f"warning: {nameless}"), 0.0)
 
 
-def _told_first(weak: str | None, stays: str | None, overlooked: Sequence[str]) -> Iterator[Note]:
+def _told_first(
+    weak: str | None, stays: str | None, overlooked: Sequence[str], regions: Regions | None
+) -> Iterator[Note]:
     """What is said of the job before round 1."""
     if weak is not None:
         yield Note("weak_signal", f"warning: {weak}")
     if stays:
         yield Note("frozen_weights", stays)
+    if regions is not None:
+        yield Note("regions", regions.described())
     if overlooked:
         said = f"warning: no simulated client states {', '.join(overlooked)}: taken as had by all"
         yield Note("resources_overlooked", said)

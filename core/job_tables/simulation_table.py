@@ -45,6 +45,10 @@ class SimulationTable(Table):
         (), description="what clients declare of their data: examples (how many), labels (how many of each)"
     )
     attack: Open = Field(default_factory=dict, description="byzantine clients: name, count and parameters")
+    regions: Open = Field(
+        default_factory=dict,
+        description="regions that add updates up: count or members, and every how many rounds they meet",
+    )
     test_every: int = Field(
         1,
         ge=0,

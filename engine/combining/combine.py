@@ -255,13 +255,17 @@ def _of_rows(
 
 
 def _of_mean(mean: Mean) -> RoundDelta:
-    """A mean that was made elsewhere: nobody is excluded from it here."""
+    """A mean that was made elsewhere: nobody is excluded from it here, and regions may go on from it."""
     if not is_finite(mean.vector):
         raise AggregationError("the mean of the round's updates is not finite")
     account = RoundAccount(
-        weights=mean.weights, charge=mean.account, training=mean.training, before=mean.before
+        excluded=mean.excluded,
+        weights=mean.weights,
+        charge=mean.account,
+        training=mean.training,
+        before=mean.before,
     )
-    return RoundDelta(mean.vector, ServerState(), account)
+    return RoundDelta(mean.vector, ServerState(regions=mean.regions), account)
 
 
 def _of_groups(

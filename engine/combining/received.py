@@ -31,6 +31,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class RegionModel:
+    """What a region has in the place of the global model [d], and the weight of what it last added up."""
+
+    vector: Tensor
+    weight: float
+
+
+@dataclass(frozen=True)
 class Mean:
     """The mean of a round's updates, float32 [d], of which no single one is known.
 
@@ -39,7 +47,8 @@ class Mean:
     given by its speed; `training` are the round's summed
     training metrics as (sum, count), `before` those of the model that the round began with; `account` is what
     the round's record says of how the mean was made. `divisor` is by how many the sum was divided, if not by
-    those that are in it.
+    those that are in it. `excluded` maps clients whose update was left out where the mean was made to the
+    reason; `regions` are the models with which regions go on by themselves.
     """
 
     vector: Tensor
@@ -50,6 +59,8 @@ class Mean:
     examples: Mapping[str, int] = field(default_factory=dict)
     divisor: float = 0.0
     steps: Mapping[str, int] = field(default_factory=dict)
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    regions: Mapping[str, RegionModel] = field(default_factory=dict)
 
     @classmethod
     def of_secure_sum(cls, mean: SecureMean) -> Mean:

@@ -13,6 +13,7 @@ from roundtable.aggregation import OptimizerState
 from roundtable.core.errors import EncodingError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, model_head, tensor_blocks
+from roundtable.engine.combining.received import RegionModel
 from roundtable.engine.combining.server_step import initial_optimizer_state, sent_size
 from roundtable.engine.validation.round_noise import CorrelatedRounds, FreshNoise
 from roundtable.engine.validation.round_plan import Plan
@@ -26,7 +27,8 @@ class ServerState:
     noise that is correlated over rounds what later draws depend on, [kept, d], with `draws` the number of
     rounds that had theirs. exact: the model without what encoding the way down has left out [d], where a job
     encodes it. estimate: with EF21 the mean of what all silos have sent so far [d], and `silos` who they are.
-    past: the sum of each client's updates so far [d], where the rule compares them.
+    past: the sum of each client's updates so far [d], where the rule compares them. regions: the models that
+    regions have between two rounds that go up.
     """
 
     optimizer: OptimizerState = field(default_factory=OptimizerState)
@@ -38,6 +40,7 @@ class ServerState:
     exact: Tensor | None = None
     estimate: Tensor | None = None
     silos: tuple[str, ...] = ()
+    regions: Mapping[str, RegionModel] = field(default_factory=dict)
 
     def blocks(self) -> Iterator[bytes | memoryview]:
         """As an artifact, without a copy: vectors become tensors, numbers metadata; `from_model` is exact."""
@@ -57,6 +60,8 @@ class ServerState:
             vectors |= {f"drawn.{slot}": noise for slot, noise in enumerate(self.drawn)}
             metadata["draws"] = str(self.draws)
         vectors |= {f"past.{client}": total for client, total in self.past.items()}
+        vectors |= {f"region.{name}": kept.vector for name, kept in self.regions.items()}
+        metadata |= {f"region.{name}": kept.weight.hex() for name, kept in self.regions.items()}
         layout = Layout.of(vectors)
         yield model_head(Model(layout, torch.empty(0), metadata=metadata))
         for spec in layout.averaged:
@@ -75,8 +80,13 @@ class ServerState:
             scalars = {name: int(value) for name, value in numbers.items()}
             bound = float.fromhex(clip_norm) if clip_norm is not None else None
             draws = int(model.metadata.get("draws", 0))
+            regions = {
+                name: RegionModel(tensors[f"region.{name}"], float.fromhex(weight))
+                for key, weight in model.metadata.items()
+                if (name := key.removeprefix("region.")) != key
+            }
             silos = tuple(str(name) for name in json.loads(model.metadata.get("silos", "[]")))
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             raise EncodingError(f"the server optimizer's state cannot be read: {error}") from error
         slots = sum(name.startswith("drawn.") for name in tensors)
         drawn = torch.stack([tensors[f"drawn.{slot}"] for slot in range(slots)]) if slots else None
@@ -85,12 +95,12 @@ class ServerState:
         past = {name.removeprefix("past."): t for name, t in tensors.items() if name.startswith("past.")}
         previous, exact = tensors.get("previous"), tensors.get("exact")
         optimizer, estimate = OptimizerState(vectors, scalars), tensors.get("estimate")
-        return cls(optimizer, previous, bound, drawn, draws, past, exact, estimate, silos)
+        return cls(optimizer, previous, bound, drawn, draws, past, exact, estimate, silos, regions)
 
     @property
     def worth_keeping(self) -> bool:
         """Whether a later round needs any of it."""
-        return bool(self.optimizer.vectors or self.optimizer.scalars or self.past) or any(
+        return bool(self.optimizer.vectors or self.optimizer.scalars or self.past or self.regions) or any(
             kept is not None
             for kept in (self.previous, self.clip_norm, self.drawn, self.exact, self.estimate)
         )

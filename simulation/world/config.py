@@ -15,6 +15,7 @@ from roundtable.core.toml import TomlDocument, validate
 from roundtable.core.toml_tables import Finite, Seconds, Table
 
 AnyTable = TypeVar("AnyTable", bound=Table)
+WORD = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
 
 
 class Lognormal(Table):
@@ -124,6 +125,26 @@ class DropoutsTable(Table):
     crash_evaluation: Finite = Field(0.0, ge=0, le=1, description="the client fails in evaluation")
 
 
+class RegionsTable(Table):
+    """`[simulation.regions]`: clients in regions that add their updates up, in the order of their numbers."""
+
+    count: int | None = Field(None, ge=1, description="regions, as equal as can be")
+    members: dict[Annotated[str, Field(pattern=WORD)], Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict, description="instead: regions by name, each with its number of clients"
+    )
+    rounds: int = Field(
+        1,
+        ge=1,
+        description="every so many rounds the regions' models become one; between them each has its own",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RegionsTable:
+        if (self.count is None) == (not self.members):
+            raise ValueError("say what regions there are: either count or members")
+        return self
+
+
 AttackName = Literal[
     "label_flip",
     "sign_flip",
@@ -200,6 +221,25 @@ def devices_table(job: JobConfig) -> DevicesTable:
 def dropouts_table(job: JobConfig) -> DropoutsTable:
     """The job's dropouts; ConfigError names the key and what was expected."""
     return _table(DropoutsTable, job.simulation.dropouts, "simulation.dropouts")
+
+
+def regions_table(job: JobConfig) -> RegionsTable | None:
+    """The job's regions, None for none; ConfigError names the key and what was expected."""
+    if not job.simulation.regions:
+        return None
+    table = _table(RegionsTable, job.simulation.regions, "simulation.regions")
+    clients, members = job.simulation.clients, sum(table.members.values())
+    if table.members and members != clients:
+        raise ConfigError(
+            f"simulation.regions.members add up to {members} clients, and simulation.clients = {clients}: "
+            "each client is in one region"
+        )
+    if table.count is not None and table.count > clients:
+        raise ConfigError(
+            f"simulation.regions.count = {table.count} is above simulation.clients = {clients}: "
+            "a region has at least one client"
+        )
+    return table
 
 
 def metadata_table(job: JobConfig) -> Mapping[str, Choice]:

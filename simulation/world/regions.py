@@ -1,0 +1,158 @@
+"""The regions of a simulation: who is in which, what each trains from, and what they add up to."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from roundtable.aggregation import AggregationConfig
+from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerTable
+from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.core.privacy_table import NoPrivacy
+from roundtable.engine import Mean, NumberedNames, RegionModel, Rows, sum_by_region
+from roundtable.simulation.backend import World
+from roundtable.simulation.world.config import RegionsTable, regions_table
+
+NEEDS_SUMS = "simulation.regions: a region sends one sum, and"
+OWN_MODELS = "simulation.regions.rounds: until a round goes up each region has a model of its own, and"
+
+
+class Regions:
+    """Clients by region, in the order of their numbers; every `rounds` rounds the models become one."""
+
+    def __init__(self, table: RegionsTable, names: NumberedNames) -> None:
+        self._client_names = names
+        self.sizes = dict(table.members) or _equal(len(names), table.count or 1)
+        self.rounds = table.rounds
+        self._names = list(self.sizes)
+        self._ends = list(accumulate(self.sizes.values()))
+
+    @classmethod
+    def of(cls, world: World) -> Regions | None:
+        """The job's regions; None where it has none."""
+        table = regions_table(world.job)
+        return None if table is None else cls(table, world.names)
+
+    def region_of(self, index: int) -> str:
+        """The region of a client by its number."""
+        return self._names[bisect_right(self._ends, index)]
+
+    def starts(
+        self, model: Tensor, held: Mapping[str, RegionModel], indices: Sequence[int]
+    ) -> Iterable[tuple[Tensor, Sequence[int]]]:
+        """The vectors that clients train from, each with those who do: their region's, or the global one."""
+        if not held:
+            return [(model, indices)]
+        groups: dict[str, list[int]] = {}
+        for index in indices:
+            groups.setdefault(self.region_of(index), []).append(index)
+        return [(held[region].vector, here) for region, here in groups.items()]
+
+    def mean(
+        self,
+        config: AggregationConfig,
+        rows: Rows,
+        model: Tensor,
+        held: Mapping[str, RegionModel],
+        round: int,
+    ) -> Mean:
+        """What round `round` (from 1) makes of the clients' updates; errors as of `sum_by_region`."""
+        members: dict[str, list[str]] = {region: [] for region in self._names}
+        for update in rows.updates:
+            members[self.region_of(self._client_names.index_of(update.client))].append(update.client)
+        return sum_by_region(config, rows, members, model, held, goes_up=round % self.rounds == 0)
+
+    def described(self) -> str:
+        """For people, before round 1."""
+        few = ", ".join(f"{name} ({size})" for name, size in list(self.sizes.items())[:5])
+        more = f" and {len(self.sizes) - 5} more" if len(self.sizes) > 5 else ""
+        said = f"clients are in {len(self.sizes)} regions: {few}{more}; each adds its clients' updates up"
+        if self.rounds == 1:
+            return said
+        return (
+            f"{said}, and every {self.rounds} rounds the regions' models become one; what is measured "
+            "between is their mean, which no client has"
+        )
+
+
+def _equal(clients: int, count: int) -> dict[str, int]:
+    return {f"region-{n + 1}": clients // count + (n < clients % count) for n in range(count)}
+
+
+def check_regions(job: JobConfig, algorithm: ClientAlgorithm) -> None:
+    """Raises ConfigError or PrivacyError, naming the key, for what cannot be made of sums by region."""
+    table = regions_table(job)
+    if table is None:
+        return
+    if not isinstance(job.privacy, NoPrivacy) or job.privacy.secure_aggregation:
+        raise PrivacyError(
+            f"{NEEDS_SUMS} neither masks nor clipping, noise and its account are made for that; leave out "
+            "[privacy] or the regions"
+        )
+    if job.round.mode == "buffered":
+        raise ConfigError(
+            f'{NEEDS_SUMS} round.mode = "buffered" takes updates one by one; leave one of the two out'
+        )
+    if job.transfer.memory.way == "ef21":
+        raise ConfigError(
+            f'{NEEDS_SUMS} transfer.feedback = "ef21" goes on from what each client has sent; set "on"'
+        )
+    if job.simulation.attack.get("name", "label_flip") != "label_flip":
+        raise ConfigError(
+            f"{NEEDS_SUMS} simulation.attack replaces single updates, knowing all others; label_flip alone "
+            "goes with regions"
+        )
+    _check_rule(job.aggregation)
+    if table.rounds > 1:
+        _check_between(job, algorithm)
+
+
+def _check_rule(table: AggregationTable) -> None:
+    """What needs more than each region's mean."""
+    checks = table.validation
+    if table.rule != "mean" or table.pre:
+        key = "aggregation.pre" if table.rule == "mean" else f"aggregation.rule = {table.rule!r}"
+        raise ConfigError(f'{NEEDS_SUMS} {key} looks at single updates; set rule = "mean" without pre')
+    if table.weighting not in ("examples", "uniform"):
+        raise ConfigError(
+            f"{NEEDS_SUMS} aggregation.weighting = {table.weighting!r} is not of the examples alone; set "
+            '"examples" or "uniform"'
+        )
+    ratios = {"norm_ratio": checks.norm_ratio}
+    if table.weighting == "examples":
+        ratios["weight_ratio"] = checks.weight_ratio
+    for key, value in ratios.items():
+        if value != "off":
+            raise ConfigError(
+                f"{NEEDS_SUMS} aggregation.validation.{key} = {value:g} compares each update with the median "
+                'of all regions; set it to "off"'
+            )
+    if checks.max_norm is not None:
+        raise ConfigError(
+            f"{NEEDS_SUMS} aggregation.validation.max_norm looks at single updates; leave it out"
+        )
+    if table.diagnosis:
+        raise ConfigError(f"{NEEDS_SUMS} aggregation.diagnosis compares single updates; set it to false")
+
+
+def _check_between(job: JobConfig, algorithm: ClientAlgorithm) -> None:
+    """What cannot be where regions have models of their own."""
+    if algorithm.places or algorithm.server() is not None:
+        raise ConfigError(
+            f"{OWN_MODELS} algorithm.name = {job.algorithm.name!r} keeps something beside the one global "
+            "model; use fedavg or fedprox, or set rounds = 1"
+        )
+    if job.aggregation.server_optimizer != ServerOptimizerTable():
+        raise ConfigError(
+            f"{OWN_MODELS} aggregation.server_optimizer takes a step from one global model; leave it out, or "
+            "set rounds = 1"
+        )
+    if job.transfer.down != "float32":
+        raise ConfigError(
+            f"{OWN_MODELS} transfer.down = {job.transfer.down!r} encodes the change of one global model; set "
+            '"float32", or rounds = 1'
+        )

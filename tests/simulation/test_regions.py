@@ -1,0 +1,192 @@
+"""Regions that add up: the flat sum within rounding, hierarchical FedAvg against a loop written by hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundtable.aggregation import AggregationConfig, TensorMatrix
+from roundtable.core.errors import AggregationError, ConfigError, PrivacyError
+from roundtable.engine import Rows, sum_by_region
+from roundtable.engine.messages import RowReference, Update
+from roundtable.simulation.backend import Work
+from roundtable.simulation.backends.sequential import Sequential
+from roundtable.simulation.simulate import make_world
+
+HERE = Path(__file__).parent
+OFF = {"validation": {"norm_ratio": "off", "weight_ratio": "off"}}
+UNEQUAL = {"members": {"north": 5, "south": 1, "east": 2}}
+
+
+def regional(**table):
+    return {"simulation__regions": table, "aggregation": OFF}
+
+
+@pytest.mark.parametrize("backend", ["sequential", "processes"])
+def test_the_sum_of_regions_is_the_flat_one_within_rounding(run, backend):
+    settings = {"simulation__backend": backend, "cohort__size": 6, "simulation__workers": 2}
+    server = {"server_optimizer": {"name": "fedavgm"}}
+    flat = run(aggregation={**OFF, **server}, **settings)
+    tree = run(simulation__regions=UNEQUAL, aggregation={**OFF, **server}, **settings)
+    torch.testing.assert_close(tree.model.vector, flat.model.vector, rtol=1e-5, atol=1e-6)
+    for one, other in zip(tree.history.records, flat.history.records, strict=True):
+        assert one.contributors == other.contributors
+        assert one.weights == pytest.approx(other.weights)
+
+
+def by_hand(job, sizes, every, weigh):
+    """Hierarchical FedAvg with all clients, in float64, and what is measured after each round."""
+    world = make_world(job, None, HERE)
+    backend = Sequential(world)
+    start = world.initial.vector
+    held = [start] * len(sizes)
+    means = []
+    for round in range(1, job.rounds + 1):
+        weights, number = [], 0
+        for region, size in enumerate(sizes):
+            total, weight = torch.zeros(start.numel(), dtype=torch.float64), 0
+            for index in range(number, number + size):
+                row = backend.rows(1)[0]
+                (answer,) = backend.train(round, held[region], [Work(world.names[index], index)], [row])
+                total += weigh(answer) * row.double()
+                weight += weigh(answer)
+            number += size
+            held[region] = (held[region].double() + total / weight).float()
+            weights.append(weight)
+        mean = sum(w * v.double() for w, v in zip(weights, held, strict=True)) / sum(weights)
+        means.append(mean.float())
+        if round % every == 0:
+            held = [means[-1]] * len(sizes)
+    return means
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_rounds_within_regions_are_hierarchical_fedavg(run, make_job, tmp_path, weighting):
+    """Rounds 2 and 4 go up; a run that was interrupted between them goes on with the regions' models."""
+    settings = {
+        "simulation__regions": {**UNEQUAL, "rounds": 2},
+        "aggregation": {**OFF, "weighting": weighting},
+        "cohort__size": 8,
+        "rounds": 5,
+        "keep__every": 1,
+    }
+
+    def weigh(answer):
+        return answer.examples if weighting == "examples" else 1
+
+    means = by_hand(make_job(**settings), (5, 1, 2), 2, weigh)
+    whole = run(**settings)
+    for made, mean in enumerate(means, start=1):
+        torch.testing.assert_close(whole.models[made].vector, mean, rtol=1e-4, atol=1e-5)
+    flat = run(**{**settings, "simulation__regions": {}})
+    assert not torch.allclose(whole.model.vector, flat.model.vector, rtol=1e-3, atol=1e-4)
+    run(**{**settings, "rounds": 3}, _run_dir=tmp_path / "run")
+    resumed = run(**settings, _run_dir=tmp_path / "run", _resume=True)
+    assert torch.equal(resumed.model.vector, whole.model.vector)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_a_region_that_is_away_keeps_its_model_and_what_it_counts(data):
+    """Several rounds with whoever answers, against float64 arithmetic that knows nothing of offsets."""
+    every, chance = data.draw(st.integers(1, 4)), np.random.default_rng(data.draw(st.integers(0, 99)))
+    region_of = {f"c{n}": data.draw(st.sampled_from("nse")) for n in range(6)}
+    model, held, naive, config = torch.zeros(7), {}, {}, AggregationConfig()
+    began = model
+    for round in range(1, 6):
+        answered = sorted(data.draw(st.sets(st.sampled_from(sorted(region_of)), min_size=1)))
+        broken = set(answered[1:]) & data.draw(st.sets(st.sampled_from(sorted(region_of))))
+        vectors = chance.normal(size=(len(answered), 7)).astype(np.float32)
+        counts = [int(n) for n in chance.integers(1, 50, len(answered))]
+        for place, name in enumerate(answered):
+            vectors[place, 3] = np.nan if name in broken else vectors[place, 3]
+        members = defaultdict(list, {region: [] for region in "nse"})
+        sums = {}
+        for name, vector, count in zip(answered, vectors.astype(np.float64), counts, strict=True):
+            members[region_of[name]].append(name)
+            if name not in broken:
+                total, weight = sums.get(region_of[name], (0.0, 0))
+                sums[region_of[name]] = (total + count * vector, weight + count)
+        for region, (total, weight) in sums.items():
+            before = naive.get(region, (began.double().numpy(), 0))[0]
+            naive[region] = (before + total / weight, weight)
+        expected = sum(w * v for v, w in naive.values()) / sum(w for _, w in naive.values())
+        updates = [
+            Update(n, RowReference(i), c) for i, (n, c) in enumerate(zip(answered, counts, strict=True))
+        ]
+        mean = sum_by_region(
+            config,
+            Rows(TensorMatrix(torch.from_numpy(vectors)), updates),
+            members,
+            model,
+            held,
+            goes_up=round % every == 0,
+        )
+        assert set(mean.excluded) == broken
+        assert set(mean.weights) == set(answered) - broken
+        torch.testing.assert_close((model + mean.vector).double().numpy(), expected, rtol=1e-4, atol=1e-4)
+        model, held = model + mean.vector, mean.regions
+        if round % every == 0:
+            assert not held
+            began, naive = model, {}
+
+
+def test_a_region_without_a_usable_update_is_said(run):
+    rows = Rows(TensorMatrix(torch.full((1, 3), torch.inf)), [Update("a", RowReference(0), 4)])
+    with pytest.raises(AggregationError, match=r"no region has a usable update.* a: the update holds values"):
+        sum_by_region(AggregationConfig(), rows, {"n": ["a"]}, torch.zeros(3), {}, goes_up=True)
+    heard = []
+    run(**regional(count=3, rounds=2), rounds=1, _progress=heard.append)
+    said = [event.note.message for event in heard if event.note is not None and event.note.kind == "regions"]
+    assert len(said) == 1
+    assert "in 3 regions: region-1 (3), region-2 (3), region-3 (2); each adds" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"simulation__regions": {"members": {"north": 3}}}, ConfigError, "add up to 3 clients, and .* = 8"),
+        ({"simulation__regions": {"count": 9}}, ConfigError, "count = 9 is above simulation.clients = 8"),
+        ({"simulation__regions": {"rounds": 2}}, ConfigError, "either count or members"),
+        ({"simulation__regions": {"members": {"../a": 8}}}, ConfigError, "members"),
+        ({"aggregation": {}}, ConfigError, "norm_ratio = .* compares each update with the median"),
+        ({"aggregation": {**OFF, "rule": "median"}}, ConfigError, "'median' looks at single updates"),
+        ({"aggregation": {**OFF, "pre": [{"name": "nnm", "f": 1}]}}, ConfigError, "aggregation.pre looks"),
+        ({"aggregation": {**OFF, "weighting": "inverse_loss"}}, ConfigError, "not of the examples alone"),
+        ({"aggregation": {**OFF, "diagnosis": True}}, ConfigError, "diagnosis compares single updates"),
+        ({"round": {"mode": "buffered", "buffer": 2}, "cohort": {}}, ConfigError, "takes updates one by one"),
+        ({"simulation__attack": {"name": "alie", "count": 1}}, ConfigError, "replaces single updates"),
+        (
+            {
+                "privacy": {
+                    "level": "none",
+                    "secure_aggregation": True,
+                    "clip_norm": 1.0,
+                    "public_evaluation": True,
+                }
+            },
+            PrivacyError,
+            "neither masks nor clipping",
+        ),
+        (
+            {"algorithm__name": "scaffold", "aggregation": {**OFF, "weighting": "uniform"}},
+            ConfigError,
+            "'scaffold' keeps something beside",
+        ),
+        (
+            {"aggregation": {**OFF, "server_optimizer": {"name": "fedadam"}}},
+            ConfigError,
+            "a step from one global model",
+        ),
+        ({"transfer": {"down": "bfloat16"}}, ConfigError, "the change of one global model"),
+    ],
+)
+def test_what_sums_by_region_cannot_do_is_refused_before_round_1(run, settings, error, says):
+    with pytest.raises(error, match=says):
+        run(**{**regional(count=2, rounds=2), **settings})
