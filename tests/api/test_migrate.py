@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +111,7 @@ def test_a_flare_script_gets_its_silo_task_and_job(tmp_path: Path) -> None:
     compile((tmp_path / "silo.py").read_text(), "silo.py", "exec")
     assert "['--lr', '0.25'], config=sys.argv[1], task=\"hello_pt\"" in (tmp_path / "silo.py").read_text()
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(tmp_path))
+        patch.setattr(sys, "path", [*sys.path])
         assert rt.load_task("hello_pt", tmp_path, trains=False).model().weight.shape == (3, 4)  # type: ignore[union-attr]
 
 
