@@ -21,6 +21,8 @@ def _of_analyses(given: Mapping[str, Any]) -> str:
         said.append(f"ask the tables {', '.join(given['tables']) or 'none'} alone")
     if given.get("protected"):
         said.append(f"use {', '.join(given['protected'])} neither as an outcome nor as a group")
+    if "silos_apart" in given:
+        said.append(f"ask of a column among silos that differ by none or at least {given['silos_apart']}")
     if given.get("a_day") is not None:
         said.append(f"begin at most {given['a_day']} times within 24 hours")
     return f"Analyses {'; they '.join(said)}."

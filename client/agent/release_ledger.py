@@ -8,6 +8,9 @@ chooses. Sums without noise over one model follow three rules, whose proof is in
 2. after helping to unmask a sum over the silos S, the silo masks from that model among the same cohort or
    among S only, and helps to unmask nothing but S;
 3. a model that the silo masked from for one job is used for another among the same cohort only.
+
+Every analysis begins from the same model, so that of each job counts as another one (`LedgerReleases`);
+between their jobs the columns that they use are compared (asked_cohorts.py).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from blake3 import blake3
 
 from roundtable.client.durable_files import append_synced
 from roundtable.client.failures import WorkFailed
+from roundtable.client.policy.analysis_rules import AskedColumns
+from roundtable.client.policy.asked_cohorts import AskedCohorts
 from roundtable.client.step_key import StepKey
 from roundtable.core.errors import ProtocolError
 from roundtable.core.layout import Layout
@@ -48,6 +53,7 @@ class Masked:
     model: str
     cohort: str
     noisy: bool
+    asked: AskedColumns | None = None
 
 
 @dataclass
@@ -85,6 +91,7 @@ class ReleaseLedger:
         self._lock = threading.RLock()
         self._jobs: dict[str, _Job] = {}
         self._models: dict[str, _Model] = {}
+        self._asked = AskedCohorts()
         self._load()
 
     def begun(self, job: str) -> tuple[int, int]:
@@ -107,14 +114,21 @@ class ReleaseLedger:
             self._add("begun", step.job, round=step.round, attempt=step.attempt)
 
     def mask(
-        self, cohort: Cohort, model: str, *, noisy: bool = False, pay: Callable[[], None] | None = None
+        self,
+        cohort: Cohort,
+        model: str,
+        *,
+        noisy: bool = False,
+        pay: Callable[[], None] | None = None,
+        asked: AskedColumns | None = None,
     ) -> None:
         """A masked vector is about to leave. ProtocolError where the rules forbid it, or what `pay` raises.
 
         `pay` is called unless a sum of this round, model and cohort is paid for: at most one is unmasked.
+        `asked` is what an analysis uses.
         """
         session = cohort.session
-        attempt = Masked(session.round, session.attempt, model, members_digest(cohort), noisy)
+        attempt = Masked(session.round, session.attempt, model, members_digest(cohort), noisy, asked)
         with self._lock:
             self._expect_newest(cohort)
             job = self._jobs[session.job]
@@ -123,6 +137,8 @@ class ReleaseLedger:
                 return
             if not noisy:
                 self._check_model(session.job, attempt)
+            if asked is not None:
+                self._asked.check(asked, session.job, cohort.names)
             if not any((each.round, each.model) == (attempt.round, model) for each in job.masked.values()):
                 self._check_count(job.released, "updates")
             if pay is not None and not alike:
@@ -136,6 +152,7 @@ class ReleaseLedger:
                 cohort=attempt.cohort,
                 silos=list(cohort.names),
                 noisy=noisy,
+                **({"asked": asdict(asked)} if asked is not None else {}),
             )
 
     def unmask(self, cohort: Cohort, survivors: Iterable[int]) -> None:
@@ -156,6 +173,8 @@ class ReleaseLedger:
             model = self._models.get(masked.model, _Model())
             if not masked.noisy and model.unmasked is not None and model.unmasked[1] != total:
                 raise ProtocolError(_another_sum(model.unmasked[2]))
+            if masked.asked is not None:
+                self._asked.check(masked.asked, session.job, (cohort.names[index] for index in chosen))
             self._add(
                 "unmasked",
                 session.job,
@@ -247,14 +266,19 @@ class ReleaseLedger:
             case "begun":
                 job.begun = max(job.begun, at)
             case "masked":
-                masked = Masked(*at, str(entry["model"]), str(entry["cohort"]), bool(entry["noisy"]))
+                asked = _asked_of(entry.get("asked"))
+                masked = Masked(*at, str(entry["model"]), str(entry["cohort"]), bool(entry["noisy"]), asked)
                 job.masked[at] = masked
+                if asked is not None:
+                    self._asked.add(asked, str(entry["job"]), map(str, entry["silos"]))
                 if not masked.noisy:
                     model = self._models.setdefault(masked.model, _Model())
                     model.cohorts.setdefault(str(entry["job"]), set()).add(masked.cohort)
             case "unmasked":
                 survivors, masked = str(entry["survivors"]), job.masked[at]
                 job.unmasked[at[0]] = str(entry["binding"]) + survivors
+                if masked.asked is not None:
+                    self._asked.add(masked.asked, str(entry["job"]), map(str, entry["silos"]))
                 if not masked.noisy:
                     names, model = tuple(str(name) for name in entry["silos"]), self._models[masked.model]
                     model.unmasked = model.unmasked or (masked.cohort, survivors, names)
@@ -270,20 +294,27 @@ class LedgerReleases:
     """`Releases` over the silo's ledger, for one attempt.
 
     `model` identifies the values that the update was trained from, and `pay` charges the silo's account for
-    a sum with noise. Both are None for an attempt that is taken up after its vector was masked.
+    a sum with noise; `asked` is what an analysis uses. All are None for an attempt that is taken up after its
+    vector was masked.
     """
 
     def __init__(
-        self, ledger: ReleaseLedger, model: str | None = None, pay: Callable[[], None] | None = None
+        self,
+        ledger: ReleaseLedger,
+        model: str | None = None,
+        pay: Callable[[], None] | None = None,
+        asked: AskedColumns | None = None,
     ) -> None:
         self._ledger = ledger
         self._model = model
         self._pay = pay
+        self._asked = asked
 
     def mask(self, cohort: Cohort) -> None:
         """See `Releases`."""
         assert self._model is not None, "a restored attempt has masked its vector already"
-        self._ledger.mask(cohort, self._model, noisy=self._pay is not None, pay=self._pay)
+        model = self._model if self._asked is None else f"{self._model} of {cohort.session.job}"
+        self._ledger.mask(cohort, model, noisy=self._pay is not None, pay=self._pay, asked=self._asked)
 
     def unmask(self, cohort: Cohort, survivors: Iterable[int]) -> None:
         """See `Releases`."""
@@ -305,6 +336,12 @@ def model_values(model: Path) -> tuple[Layout, str]:
     opened = open_model(model)
     vector = opened.vector
     return opened.layout.sent, blake3(vector.detach().contiguous().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _asked_of(entry: Any) -> AskedColumns | None:
+    if entry is None:
+        return None
+    return AskedColumns(str(entry["table"]), tuple(map(str, entry["columns"])), int(entry["apart"]))
 
 
 def _sum_of(masked: Masked) -> tuple[int, str, str]:

@@ -27,6 +27,7 @@ from roundtable.client.agent.release_ledger import LedgerReleases, ReleaseLedger
 from roundtable.client.agent.revocations import Revocations
 from roundtable.client.durable_files import digest_of, replace_synced, write_file
 from roundtable.client.failures import WorkFailed
+from roundtable.client.policy.analysis_rules import asked_columns
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.peers import KnownPeers
 from roundtable.client.step_key import StepKey, about
@@ -183,7 +184,8 @@ class SecureAttempts:
             round = SecureRound.of(job, columns, len(directory), step.round)
         except PrivacyError as error:
             raise WorkFailed("refused", str(error)) from error
-        releases = LedgerReleases(self._ledger, model, self._payment(step, job, round))
+        asked = asked_columns(self._config.policy.analyses, job)
+        releases = LedgerReleases(self._ledger, model, self._payment(step, job, round), asked)
         with refusing():
             self._ledger.begin(step)
         self.forget_job(step.job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
@@ -30,7 +31,30 @@ class AnalysesTable(Table):
     protected: list[str] = Field(
         default_factory=list, description="columns that no question may use as its outcome or group"
     )
+    silos_apart: int = Field(
+        3,
+        ge=1,
+        description="fewest silos by which the cohorts of two masked analyses of a column differ, if they do",
+    )
     a_day: int | None = Field(None, ge=1, description="most analyses that may begin within 24 hours")
+
+
+@dataclass(frozen=True)
+class AskedColumns:
+    """What a masked analysis uses of a table: its cohort and another one's differ by no silo, or by at least
+    so many as `apart` says."""
+
+    table: str
+    columns: tuple[str, ...]
+    apart: int
+
+
+def asked_columns(rules: AnalysesTable, job: JobConfig) -> AskedColumns | None:
+    """Of an analysis; None for any other job."""
+    asked = job.algorithm
+    if not isinstance(asked, AnalysisTable):
+        return None
+    return AskedColumns(asked.table, tuple(sorted(asked.survey.needed)), rules.silos_apart)
 
 
 def analysis_objections(rules: AnalysesTable, job: JobConfig) -> Iterator[str]:

@@ -150,6 +150,7 @@ def begun(
     layout, algorithm = work.layout, work.rules()
     return ClientRound(
         alone=work.alone,
+        compare=work.compare,
         context=context,
         step=algorithm.step(),
         rate=work.job.algorithm.rate(work.round),

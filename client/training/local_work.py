@@ -13,7 +13,7 @@ from roundtable.client.training.batches import batches_of, count_examples
 from roundtable.client.training.loaders import drops_last
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import Protection
-from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.algorithms.contract import ClientAlgorithm, Compare
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig
@@ -33,7 +33,8 @@ class LocalWork:
 
     `local` are the tensors that the client keeps between rounds: its own with rule `local`, its optimizer's
     and its algorithm's; where it has none yet, those in the model serve. `algorithm` None: the one that the
-    job names, which is then no file. `alone`: whether others see the update as this client's own.
+    job names, which is then no file. `alone`: whether others see the update as this client's own. `compare`
+    is the `ClientRound`'s; None where nobody keeps what analyses have read.
     """
 
     job: JobConfig
@@ -44,6 +45,7 @@ class LocalWork:
     local: Mapping[str, Tensor] | None = None
     algorithm: ClientAlgorithm | None = None
     alone: bool = False
+    compare: Compare | None = None
 
     def rules(self) -> ClientAlgorithm:
         """The algorithm that the client trains by."""

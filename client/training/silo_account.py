@@ -49,7 +49,7 @@ def payment(
     def pay(privacy: Private, charge: Charge) -> None:
         path = folder / f"{charge.unit}.json"
         folder.mkdir(parents=True, exist_ok=True)
-        with _turn(folder):
+        with in_turn(folder):
             account = _within(path, privacy, charge, epsilon, delta)
             name = job
             while any((e.job, e.round, e.attempt) == (name, round, attempt) for e in account.entries):
@@ -61,7 +61,7 @@ def payment(
 
 
 @contextmanager
-def _turn(folder: Path) -> Iterator[None]:
+def in_turn(folder: Path) -> Iterator[None]:
     """One charge at a time: the agent charges masked sums, its training process everything else."""
     with (folder / ".lock").open("w") as file:
         if sys.platform == "win32":

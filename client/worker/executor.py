@@ -24,6 +24,7 @@ from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.module_state import borrowed
 from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.training.tuning import tuner
+from roundtable.client.worker.earlier_readings import READINGS, EarlierReadings
 from roundtable.client.worker.own_model import has_own_model, remember
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
@@ -118,6 +119,7 @@ class Executor:
                 start.local if local is None else local,
                 warm.algorithm,
                 alone=masking_of(warm.config.privacy) is None,
+                compare=EarlierReadings(Path(self.settings.jobs).parent / READINGS).compare,
             ).of_steps(order.steps),
             Execution(
                 device=self.device,

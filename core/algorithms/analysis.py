@@ -127,6 +127,8 @@ class Analysis(ClientAlgorithm):
             raise PrivacyError(
                 f"this silo's table {name!r} has fewer rows than the least count, {self.of.least_count}"
             )
+        if first and round.compare is not None:
+            round.compare(name, table, self.of.least_count)
         digits = survey.sum_places.encode(sums)
         return Sent(torch.zeros_like(round.vector), {_SUMS: digits}, {_SEEN: seen})
 

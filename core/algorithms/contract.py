@@ -23,6 +23,9 @@ from roundtable.core.algorithms.round_context import Context
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.layout import Layout
+from roundtable.core.tables.table_reading import DataTable
+
+Compare = Callable[[str, DataTable, int], None]
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,9 @@ class ClientRound:
     an algorithm that declares `measures`. bound: the norm to which all that a client sends is clipped by the
     job, None where it is not. `tune(module, steps, rate)` takes steps of plain SGD with the job's
     batches on a module; in an evaluation alone. alone: whether others see what
-    this client sends as its own, as at a silo without masks. scratch: what hooks hand to later hooks of the
-    same round.
+    this client sends as its own, as at a silo without masks. `compare(name, table, least)` raises where the
+    table differs from what analyses read before in fewer rows, and keeps it. scratch: what hooks hand to
+    later hooks of the same round.
     """
 
     context: Context
@@ -116,6 +120,7 @@ class ClientRound:
     tune: Callable[[nn.Module, int, float], None] | None = None
     bound: float | None = None
     alone: bool = False
+    compare: Compare | None = None
     scratch: dict[str, Any] = field(default_factory=dict)
 
     def on_trained(self, values: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from federation import NAMES, Federation, agents, federation_of, silo
+from hypothesis import given
+from hypothesis import strategies as st
 
 from roundtable.cli.main import run as run_command
 from roundtable.client.agent.silo_log import NAME
@@ -21,12 +24,14 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import LocalWork
+from roundtable.client.worker.earlier_readings import EarlierReadings, rows_apart
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.errors import ConfigError, PrivacyError, TaskError
 from roundtable.core.evidence.audit_log import read_log
 from roundtable.core.identity.credentials import CA_CERTIFICATE
 from roundtable.core.initial_model import initial_model
 from roundtable.core.tables.silo_tables import SiloTables
+from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.task import Site, load_task
 from roundtable.operator import OperatorClient
 from roundtable.simulation import simulate
@@ -266,6 +271,48 @@ def test_a_silo_answers_no_round_of_an_analysis_that_it_did_not_begin_or_whose_r
     data = Site("alder", options=job.simulation.data).tables
     with pytest.raises(PrivacyError, match="table is another than when the analysis began"):
         answered(first, kept)
+
+
+def test_readings_that_differ_in_few_rows_are_no_two_analyses(tmp_path: Path) -> None:
+    """A changed row, a missing code, recoding: each would tell of the rows in which the readings differ."""
+    write(tmp_path)
+    file = tmp_path / "alder.csv"
+    file.write_text("age,ill\n" + "50,no\n" * 20 + "51,yes\n" * 20 + "77,no\n" * 3)
+    plain = {
+        "age": ColumnTable(least=0, most=120),
+        "ill": ColumnTable(kind="category", values=("no", "yes")),
+    }
+
+    def read(**columns: ColumnTable) -> None:
+        table = Site("alder", options={"people": {"file": str(file)}}).tables.read(
+            "people", {**plain, **columns}
+        )
+        EarlierReadings(tmp_path / "readings").compare("people", table, 5)
+
+    read()
+    read(ill=ColumnTable(kind="category", values=("yes", "no")))
+    read(age=ColumnTable(missing=("51",)))
+    for change in (ColumnTable(missing=("77",)), ColumnTable(recode={"77": 50})):
+        with pytest.raises(PrivacyError, match="column 'age' of table 'people' differs in fewer than 5 rows"):
+            read(age=change)
+    rows = file.read_text()
+    file.write_text("age,ill\n" + "".join(reversed(rows.splitlines(keepends=True)[1:])))
+    read()
+    file.write_text(rows.replace("50,no", "50,yes", 1))
+    with pytest.raises(PrivacyError, match="column 'ill'"):
+        read()
+    file.write_text(rows + "52,no\n" * 4)
+    with pytest.raises(PrivacyError, match="earlier analysis read"):
+        read()
+    file.write_text(rows + "52,no\n" * 5)
+    read()
+
+
+@given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
+def test_rows_apart_are_those_that_no_pairing_matches(one: list[int], other: list[int]) -> None:
+    common = (Counter(one) & Counter(other)).total()
+    words = [np.sort(np.array(each, np.uint64)) for each in (one, other)]
+    assert rows_apart(*words) == max(len(one), len(other)) - common
 
 
 def test_a_question_that_cannot_be_asked_is_refused_before_anybody_is(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from roundtable.client.agent.release_ledger import NAME, ReleaseLedger
+from roundtable.client.policy.analysis_rules import AskedColumns
 from roundtable.client.step_key import StepKey
 from roundtable.core.errors import PrivacyError, ProtocolError
 from roundtable.privacy.secagg import Session, choose_parameters
@@ -93,6 +94,43 @@ def test_a_dropout_of_the_first_sum_is_none_of_the_second(path: Path) -> None:
     ledger.unmask(again, range(3))
     alone = cohort("a", "b", "c", round=3)
     unmasked(path, alone)
+
+
+def test_analyses_of_a_column_are_over_the_same_silos_or_over_many_others(path: Path) -> None:
+    """Padding, another grid or a name hide nothing: the column counts. A restart forgets nothing."""
+    age, both = AskedColumns("heart", ("age",), 3), AskedColumns("heart", ("age", "sex"), 3)
+    whole = cohort("a", "b", "c", "d", "e")
+    first = begun(path, whole)
+    first.mask(whole, MODEL, asked=age)
+    first.unmask(whole, range(4))
+
+    def again(*names: str, asked: AskedColumns = both, unmask: int = 0) -> None:
+        of = cohort(*names, job=f"{'.'.join(names)}-{'.'.join(asked.columns)}-{unmask}")
+        ledger = begun(path, of)
+        ledger.mask(of, f"model of {of.session.job}", asked=asked)
+        if unmask:
+            ledger.unmask(of, range(unmask))
+
+    with pytest.raises(ProtocolError, match=r"column 'age' of table 'heart'.*differ from these by e alone"):
+        again("a", "b", "c", "d", "e")
+    again("a", "b", "c", "d", "e", asked=AskedColumns("heart", ("sex",), 3))
+    again("a", "b", "c", "d", asked=AskedColumns("other", ("age",), 3))
+    again("a", "f", "g", "h", "i")
+    with pytest.raises(ProtocolError, match="differ from these by i alone"):
+        again("a", "f", "g", "h", asked=age)
+    loose = AskedColumns("heart", ("age",), 1)
+    again("a", "b", "c", asked=loose, unmask=3)
+
+
+def test_the_survivors_of_an_analysis_count_as_its_cohort_does(path: Path) -> None:
+    age = AskedColumns("heart", ("age",), 3)
+    first, second = cohort(*"abcde"), cohort(*"abcde", job="job-2")
+    begun(path, first).mask(first, MODEL, asked=age)
+    ledger = begun(path, second)
+    ledger.mask(second, "model of job-2", asked=age)
+    with pytest.raises(ProtocolError, match="differ from these by e alone"):
+        ledger.unmask(second, range(4))
+    ledger.unmask(second, range(5))
 
 
 def test_an_attempt_that_nobody_unmasked_here_binds_its_own_job_to_nothing(path: Path) -> None:
