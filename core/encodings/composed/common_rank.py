@@ -49,8 +49,9 @@ class CommonRank(Encoding):
     values for a matrix; tensors for which that saves nothing travel whole. Decoding is a projection: the
     error is ≤ ‖A‖, the result never longer, and error feedback sends the rest later.
 
-    `basis` is float32 [basis_size], zeros before the first round, where r unit vectors stand for it; it is
-    bound to a round by `at`, without which nothing is encoded. Decoding adds up in one order: the same bits
+    `basis` is float32 [basis_size]: of each matrix the last B [n, r] and the last B [m, r], so that a round
+    without a model does no harm; zeros at first, where r unit vectors stand for it. It is bound to a round by
+    `at`, without which nothing is encoded. Decoding adds up in one order: the same bits
     everywhere. Memory: beside the factor of one matrix, a block.
     """
 
@@ -92,7 +93,7 @@ class CommonRank(Encoding):
     @property
     def basis_size(self) -> int:
         """How many values the basis of all matrices has."""
-        return sum(each.rank * max(each.rows, each.columns) for each in self._matrices())
+        return sum(each.rank * (each.rows + each.columns) for each in self._matrices())
 
     def values(self, round: int) -> int:
         """How many values an update has in a round."""
@@ -135,14 +136,15 @@ class CommonRank(Encoding):
         return vector
 
     def following(self, values: Tensor) -> Tensor:
-        """The basis of the round after one whose updates have this mean [`values(round)`]."""
-        basis, at, place = torch.zeros(self.basis_size), 0, 0
+        """The bases after a round whose updates have this mean [`values(round)`]: the other side's is new."""
+        basis, at, place = self._bound.clone(), 0, 0
         for matrix in self._matrices():
-            count, room = self._values(matrix, self._round), matrix.rank * max(matrix.rows, matrix.columns)
+            count, right = self._values(matrix, self._round), matrix.rank * matrix.columns
             if matrix.rank:
                 factor = values[place : place + count].view(-1, matrix.rank)
-                basis[at : at + count] = torch.from_numpy(orthonormal(factor.numpy())).reshape(-1)
-            at, place = at + room, place + count
+                first = at + right if self._right else at
+                basis[first : first + count] = torch.from_numpy(orthonormal(factor.numpy())).reshape(-1)
+            at, place = at + right + matrix.rank * matrix.rows, place + count
         return basis
 
     @property
@@ -163,22 +165,27 @@ class CommonRank(Encoding):
             left, right = (factor, basis) if self._right else (basis, factor)
             yield matrix.size, FactorProduct(left, right.T.contiguous(), matrix)
 
-    def _bases(self, elements: int) -> Iterator[tuple[Matrix, Tensor | None]]:
-        """Each matrix with its basis [n, r] or [m, r]; None for one that travels whole."""
+    @property
+    def _bound(self) -> Tensor:
         if self._basis is None:
             raise EncodingError(
                 f"{self.chain} goes by a basis that comes with each round's model of a job with secure "
                 "aggregation; without that choose basis=own"
             )
-        at = 0
+        return self._basis
+
+    def _bases(self, elements: int) -> Iterator[tuple[Matrix, Tensor | None]]:
+        """Each matrix with its basis [n, r] or [m, r]; None for one that travels whole."""
+        bound, at = self._bound, 0
         for matrix in self._matrices(elements):
             if not matrix.rank:
                 yield matrix, None
                 continue
-            side = matrix.columns if self._right else matrix.rows
-            basis = self._basis[at : at + matrix.rank * side].view(side, matrix.rank)
+            side, other = (matrix.columns, 0) if self._right else (matrix.rows, matrix.columns)
+            first = at + matrix.rank * other
+            basis = bound[first : first + matrix.rank * side].view(side, matrix.rank)
             yield matrix, basis if bool(basis.any()) else _units(side, matrix.rank)
-            at += matrix.rank * max(matrix.rows, matrix.columns)
+            at += matrix.rank * (matrix.rows + matrix.columns)
 
     def _matrices(self, elements: int | None = None) -> list[Matrix]:
         found = []

@@ -148,6 +148,6 @@ def test_factors_by_the_cohorts_basis_are_for_plain_sums(old: str, new: str, wor
 
 def test_a_model_without_the_basis_is_not_begun_with() -> None:
     plan, layout = make_plan(parse_job(COMMON), 100), Layout.of({"a": torch.empty(8, 9)})
-    assert plan.over(layout.with_basis(4 * 9)).common
-    with pytest.raises(ConfigError, match=r"comes with a basis of 0 values, and transfer\.up takes 36"):
+    assert plan.over(layout.with_basis(4 * 17)).common
+    with pytest.raises(ConfigError, match=r"comes with a basis of 0 values, and transfer\.up takes 68"):
         plan.over(layout)
