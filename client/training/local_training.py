@@ -106,9 +106,7 @@ def _train_module(
     with borrowed(module, layout, vector, work.local):
         start = vector if _is_plain(layout) else layout.flatten(module, torch.empty_like(vector))
         parameters = [p for p in module.parameters() if p.requires_grad]
-        measure = partial(
-            _measure, task, module, data, layout, job.algorithm.batch_size, device, execution.before_batch
-        )
+        measure = partial(whole_loss, task, module, data, work, device, execution.before_batch)
         trained = trained_slices(module, layout)
         rules = AlgorithmRound(work, context, trained, measure)
         batches = RoundBatches(data, work, device)
@@ -162,16 +160,39 @@ def _remembered(batches: Iterable[Batch], seen: list[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def _measure(
+def whole_loss(
     task: Task,
     module: nn.Module,
     data: Any,
-    layout: Layout,
-    batch_size: int,
+    work: LocalWork,
+    device: torch.device,
+    before_batch: BeforeBatch | None = None,
+) -> tuple[float, Tensor]:
+    """Mean loss and its gradient [d] over all of a client's training data, at the weights in the module.
+
+    As in training: in that mode, with chance from the stream (job.seed, round, client, "measuring"). Running
+    statistics and all global generators are left as they were.
+    """
+    seed = derive_seed(work.job.seed, work.round, work.client, "measuring")
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    module.train()
+    try:
+        with isolated_randomness(seed, device):
+            return _summed_loss(task, module, data, work, device, before_batch)
+    finally:
+        for name, buffer in module.named_buffers():
+            buffer.detach().copy_(buffers[name])
+
+
+def _summed_loss(
+    task: Task,
+    module: nn.Module,
+    data: Any,
+    work: LocalWork,
     device: torch.device,
     before_batch: BeforeBatch | None,
 ) -> tuple[float, Tensor]:
-    """Mean loss and its gradient [d] over all of the data, at the module's weights."""
+    layout, batch_size = work.layout.model, work.job.algorithm.batch_size
     loss_sum, seen = 0.0, 0
     total = torch.zeros(layout.size)
     named = dict(module.named_parameters())

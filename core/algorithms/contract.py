@@ -99,10 +99,10 @@ class ClientRound:
 
     vector: the model as received [d]. down: the places as received. kept: what `end` returned in the last
     round that counted; empty before the first. layout: of [d]. trained: where in [d] the trained parameters
-    lie. `measure` gives (mean loss, gradient [d]) over all training examples at the weights as they are, for
-    an algorithm that declares `measures`. bound: the norm to which all that a client sends is clipped by the
-    job, None where it is not. `tune(module, steps, rate)` takes steps of plain SGD with the job's
-    batches on a module; in an evaluation alone. alone: whether others see what
+    lie. `measure` gives (mean loss, gradient [d]) over all training examples at the weights as they are, in
+    training mode, for an algorithm that declares `measures`. bound: the norm to which all that a client sends
+    is clipped by the job, None where it is not. `tune(module, steps, rate)` takes steps of plain SGD with the
+    job's batches on a module; in an evaluation alone. alone: whether others see what
     this client sends as its own, as at a silo without masks. `compare(name, table, least)` raises where the
     table differs from what analyses read before in fewer rows, and keeps it. scratch: what hooks hand to
     later hooks of the same round.
@@ -239,7 +239,7 @@ class ClientAlgorithm:
         for name in ("before_gradient", "after_gradient"):
             if getattr(type(self), name) is not getattr(ClientAlgorithm, name):
                 return name
-        return "measures" if self.measures else None
+        return None
 
     @classmethod
     def personal(cls) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from roundtable.client.training.algorithm_round import preparation
 from roundtable.client.training.batches import count_examples
 from roundtable.client.training.evaluation import evaluation
-from roundtable.client.training.local_training import train
+from roundtable.client.training.local_training import module_of, train
 from roundtable.client.training.local_work import Execution
 from roundtable.client.training.silo_account import Protection
 from roundtable.client.training.tuning import tuner
@@ -53,6 +53,11 @@ class Sequential:
     def description(self) -> str:
         how = ", in bfloat16 with float32 weights" if mixed(self.world) else ""
         return f"one client after the other on {self.device}, one thread{how}"
+
+    @property
+    def module(self) -> nn.Module:
+        """The one in which clients train, to be borrowed. Raises TaskError for arrays."""
+        return module_of(self._model)
 
     def rows(self, count: int) -> Tensor:
         if len(self._rows) < count:

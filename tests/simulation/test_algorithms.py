@@ -15,6 +15,10 @@ from roundtable.simulation import simulate
 
 HERE = Path(__file__).parent
 VARIATES = {"aggregation__weighting": "uniform", "rounds": 4, "evaluation__every": 0}
+MEASURED = [
+    {"algorithm__name": "qfedavg", "algorithm__q": 0.5},
+    {"algorithm__name": "scaffold", "algorithm__option": 1},
+]
 DAMPED = {"algorithm__name": "own_algorithms.py:Damped"}
 HELD = {"algorithm__name": "own_algorithms.py:Held", "algorithm__strength": 0.3}
 
@@ -142,6 +146,25 @@ def test_a_run_that_is_taken_up_again_ends_with_the_same_bits(run, tmp_path):
     run("Perceptron", algorithm__name="scaffold", **{**VARIATES, "rounds": 2}, _run_dir=tmp_path / "run")
     later = run("Perceptron", algorithm__name="scaffold", **VARIATES, _run_dir=tmp_path / "run", _resume=True)
     assert torch.equal(later.model.vector, whole.model.vector)
+
+
+@pytest.mark.parametrize("own", MEASURED, ids=lambda own: own["algorithm__name"])
+def test_what_is_measured_first_is_recorded_over_workers_dropouts_and_a_resumption(run, tmp_path, own):
+    settings = {**VARIATES, **own, "simulation__dropouts": {"dropout": 0.4}, "cohort__minimum": 1}
+    reference, vectorised = run("Perceptron", **settings), {**settings, "simulation__backend": "vectorised"}
+    alone = run("Perceptron", **vectorised, simulation__workers=1)
+    vectorised["simulation__workers"] = 2
+    run("Perceptron", **{**vectorised, "rounds": 2}, _run_dir=tmp_path / "run")
+    later = run("Perceptron", **vectorised, _run_dir=tmp_path / "run", _resume=True)
+    assert " because " not in later.backend
+    contributors = [record.contributors for record in reference.history.records]
+    assert min(map(len, contributors)) < 5
+    assert [record.contributors for record in later.history.records] == contributors
+    assert torch.equal(later.model.vector, alone.model.vector)
+    torch.testing.assert_close(later.model.vector, reference.model.vector, rtol=2e-4, atol=2e-6)
+    stacked = run("Perceptron", **{**settings, "rounds": 1}, simulation__backend="stacked")
+    assert "not stacked because" in stacked.backend
+    assert "measures each client's model on all of its data" in stacked.backend
 
 
 @pytest.mark.parametrize(

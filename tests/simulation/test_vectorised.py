@@ -16,8 +16,12 @@ from roundtable.simulation.backend import Failed, Trained, Work, World
 from roundtable.simulation.backends.sequential import Sequential, one_thread
 from roundtable.simulation.backends.vectorised import Vectorised, why_not
 
+CONTROLLED = 'name = "scaffold"\noption = 1\nmomentum = 0.5\nweight_decay = 0.05'
+FAIR = 'name = "qfedavg"\nq = 0.5'
+SETTINGS = ALGORITHMS | {"controlled": CONTROLLED, "fair": FAIR}
 # Without compiled kernels the update takes one of two ways.
-CASES = [(name, True) for name in ALGORITHMS] + [("fedprox", False), ("prox-clipped", False)]
+CASES = [(name, True) for name in SETTINGS]
+CASES += [(name, False) for name in ("fedprox", "prox-clipped", "controlled")]
 
 
 @pytest.mark.parametrize(("name", "compiler"), CASES, ids=str)
@@ -27,7 +31,7 @@ def test_recorded_clients_equal_sequential_ones(
 ) -> None:
     if not compiler:
         monkeypatch.setattr("roundtable.simulation.backends.vectorised.recorded_steps.load", lambda: None)
-    place = world(task(), ALGORITHMS[name])
+    place = world(task(), SETTINGS[name])
     vectorised = Vectorised(place, device="cpu")
     expected, wanted = run(Sequential(place), place)
     found, rows = run(vectorised, place)
@@ -66,6 +70,26 @@ def test_no_global_generator_is_moved() -> None:
     before = torch.get_rng_state()
     run(Vectorised(place, device="cpu"), place)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", [Sequential, Vectorised])
+@pytest.mark.parametrize("task", ["BatchNorm", "Dropout"])
+def test_measuring_before_the_first_step_changes_nothing_in_training(task: str, kind: Any) -> None:
+    """q-FedAvg with q = 0 sends Δ/η of FedAvg: statistics, chance and mode are as if nothing was measured;
+    and what is measured is the same after an evaluation, which leaves the module in its own mode."""
+    named: dict[str, type[Base]] = {"BatchNorm": BatchNorm, "Dropout": Dropout}
+    places = [world(named[task](), name) for name in ("", 'name = "qfedavg"\nq = 0.0', FAIR)]
+    plain, (same, fair) = places[0], places[1:]
+    _, wanted = run(Sequential(plain), plain)
+    found, rows = run(kind(same), same)
+    trained = [number for number, answer in enumerate(found) if isinstance(answer, Trained)]
+    assert len(trained) >= 2
+    updates = rows[trained, : plain.layout.size] * same.job.algorithm.rate(2)
+    torch.testing.assert_close(updates, wanted[trained], rtol=2e-4, atol=2e-6)
+    backend = kind(fair)
+    before = run(backend, fair)[1]
+    list(backend.evaluate(2, fair.initial.vector, [Work(fair.names[0], 0)]))
+    assert torch.equal(run(backend, fair)[1][trained], before[trained])
 
 
 def test_matrix_gradients_are_added_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +206,8 @@ def test_what_cannot_be_recorded_is_named_and_runs_sequentially(
         ("momentum = 0.9", 'local = ["0.weight"]\nbuffers = "local"'),
         ("", 'buffers = "drop"\nintegers = "drop"'),
         ('name = "ditto"\npull = 0.1', ""),
+        (CONTROLLED, ""),
+        (FAIR, 'local = ["0.weight"]\nbuffers = "local"'),
     ],
 )
 def test_what_stays_at_clients_is_what_it_is_sequentially(

@@ -25,10 +25,12 @@ from roundtable.client.training.batches import (
     as_tensors,
     count_examples,
     epoch_orders,
+    ordered_batches,
     ordering_of,
 )
+from roundtable.client.training.local_training import whole_loss
 from roundtable.client.training.local_work import LocalWork
-from roundtable.client.training.module_state import isolated_randomness
+from roundtable.client.training.module_state import borrowed, isolated_randomness
 from roundtable.client.training.stream_batches import RoundBatches
 from roundtable.core.algorithms.contract import ClientAlgorithm, SecondModel
 from roundtable.core.errors import InvalidUpdate, RoundtableError
@@ -168,7 +170,8 @@ class Vectorised:
         steps, rate, size = self._ready(), job.algorithm.rate(round), self.world.layout.model.size
         work = self.world.local_work(round, vector, item)
         job = work.job
-        rules = AlgorithmRound(work, work.context(data, self.device), self._trained)
+        measure = partial(self._measured, steps, data, work)
+        rules = AlgorithmRound(work, work.context(data, self.device), self._trained, measure)
         step = rules.step
         staying = self._staying
         assert staying is not None
@@ -199,6 +202,18 @@ class Vectorised:
         examples = count_examples(data)
         metrics = {"loss": (loss_sum, seen)}
         return Trained(item.client, examples or seen, len(sizes), loss_sum / seen, metrics, kept)
+
+    def _measured(self, steps: Steps, data: Any, work: LocalWork) -> tuple[float, Tensor]:
+        """What an algorithm asks of all of a client's data, by autograd as `client.training` does it."""
+        if as_tensors(data):
+            # A step that cannot be recorded is found before a pass over the data is spent.
+            for batch in islice(ordered_batches(data, work.job.algorithm.batch_size, self.device), 1):
+                steps.prepare(batch.data, work.rules().step())
+        task, layout = self.world.task, work.layout.model
+        module = self.fallback.module.to(self.device)
+        assert not isinstance(task, ArrayTask)
+        with borrowed(module, layout, work.vector[: layout.size], work.local):
+            return whole_loss(task, module, data, work, self.device)
 
     def _gathered(
         self, steps: Steps, data: Any, rules: AlgorithmRound, rate: float, work: LocalWork, ended: _Ended
