@@ -26,13 +26,28 @@ def add(sums: Metrics, more: Mapping[str, tuple[float, int]]) -> None:
 
 def as_sums(metrics: Any, task: object) -> Metrics:
     """What a task or script reported, as plain numbers; TaskError for any other form."""
-    try:
-        return {str(name): (float(total), int(count)) for name, (total, count) in metrics.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise TaskError(
-            f"the metrics of {type(task).__name__} must be {{name: (sum, count)}}, for example "
-            f"{{'accuracy': (correct, total)}}: {error}"
-        ) from error
+    wanted = (
+        f"the metrics of {type(task).__name__} must be {{name: (sum, count)}}, for example "
+        "{'accuracy': (correct, total)}"
+    )
+    if not isinstance(metrics, Mapping):
+        raise TaskError(f"{wanted}, and they are {_form(metrics)}")
+    found = {}
+    for name, pair in metrics.items():
+        try:
+            total, count = pair
+            found[str(name)] = float(total), int(count)
+        except (TypeError, ValueError, RuntimeError):
+            raise TaskError(f"{wanted}, and {str(name)!r} is {_form(pair)}") from None
+    return found
+
+
+def _form(value: Any) -> str:
+    """What a value is, without what is in it, which may be data."""
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}: {', '.join(map(_form, value[:4]))}"
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + ("" if shape is None else f" of shape {[*shape]}")
 
 
 def checked(metrics: Any, task: object, reserved: str | None = None) -> Metrics:

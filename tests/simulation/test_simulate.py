@@ -109,6 +109,24 @@ def test_a_mistake_that_all_clients_meet_ends_the_run_with_its_traceback(make_jo
     assert not left & {"model.safetensors", "curves.png", "history.csv", "clients.csv"}
 
 
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"right": torch.ones(9)}, "'right' is a Tensor of shape [9]"),
+        ({"right": (torch.ones(2, 2), 4)}, "'right' is a tuple of 2: a Tensor of shape [2, 2], a int"),
+        ([0.5], "they are a list of 1: a float"),
+    ],
+)
+def test_a_metric_of_another_form_is_named_with_its_form_and_no_traceback(make_job, metrics, words):
+    class Misshapen(Perceptron):
+        def metrics(self, model, batch):
+            return metrics
+
+    with pytest.raises(TaskError) as told:
+        simulate(make_job(), Misshapen())
+    assert str(told.value).endswith(f"for example {{'accuracy': (correct, total)}}, and {words}")
+
+
 def test_when_too_many_fail_the_job_pauses_with_the_reason(run):
     result = run(simulation__dropouts={"crash_training": 1.0}, cohort__retries=1)
     assert result.status == "paused"
