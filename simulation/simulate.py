@@ -27,6 +27,7 @@ from roundtable.core.initial_model import initial_model, travel_note, whole_mode
 from roundtable.core.models import Model
 from roundtable.core.observability.tracking import TrackedRun, Trackers, check_trackers
 from roundtable.core.paths import AnyPath
+from roundtable.core.plugins.folder_imports import file_of
 from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task, make_task
 from roundtable.core.toml import with_place
@@ -246,6 +247,8 @@ def _reference(kind: type[AnyTask]) -> tuple[str, Path] | None:
     """How another process can make an object of this class, of the job's parameters."""
     if "<" in kind.__qualname__ or "." in kind.__qualname__:
         return None
+    if beside := file_of(kind.__module__):
+        return f"{beside.name}:{kind.__qualname__}", beside.parent
     if kind.__module__ != "__main__":
         return f"{kind.__module__}:{kind.__qualname__}", Path.cwd()
     file = getattr(sys.modules["__main__"], "__file__", None)

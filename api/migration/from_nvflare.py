@@ -177,9 +177,7 @@ def _task_text(said: str, name: str, imports: list[str], model: str) -> str:
     head = [f'"""{said} What the coordinator needs: the first weights."""', ""]
     if model:
         body = [f"class {kind}(rt.Task):", "    def model(self):", f"        return {model}"]
-        beside = "sys.path.insert(0, str(Path(__file__).parent))  # the model's file lies beside this one"
-        before = ["import sys", "from pathlib import Path", "", "import roundtable as rt", "", beside]
-        return "\n".join([*head, *before, *imports, "", "", *body, ""])
+        return "\n".join([*head, *imports, "", "import roundtable as rt", "", "", *body, ""])
     body = [
         f"class {kind}(rt.ArrayTask):",
         "    def weights(self):",

@@ -6,9 +6,7 @@ What the handlers get and give follows FedAvg's convention of Flower 1.42: `cont
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +24,7 @@ from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import TaskError
 from roundtable.core.paths import AnyPath
 from roundtable.core.plugins.doors import described, import_file
+from roundtable.core.plugins.folder_imports import load_inside
 from roundtable.core.task import ArrayTask, Site
 
 _EXAMPLES = "num-examples"
@@ -223,22 +222,14 @@ def _found(reference: str, home: Path, otherwise: str) -> Any:
 def _imported(path: Path) -> ModuleType:
     said = "flower_app()"
     root = _root(path)
-    if str(root) not in sys.path:
-        sys.path.append(str(root))
     if root == path.parent:
         return import_file(path, said, TaskError)
     if not path.is_file():
         raise TaskError(f"{said}: there is no file {path}")
-    name = ".".join(path.relative_to(root).with_suffix("").parts)
     try:
-        module = importlib.import_module(name)
+        return load_inside(path, root)
     except (Exception, SystemExit) as error:
         raise TaskError(f"{said}: importing {path} failed: {described(error)}") from error
-    if Path(module.__file__ or "").resolve() != path:
-        raise TaskError(
-            f"{said}: {name} is another file already, {module.__file__}; give the app's folder another name"
-        )
-    return module
 
 
 def _root(path: Path) -> Path:

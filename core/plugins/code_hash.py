@@ -1,7 +1,8 @@
 """Hashes code that a job names: who runs it pins by this what was read and allowed.
 
-A reference to a file pins that file; one to a module or an entry point pins the whole top-level package
-that it lies in, every Python file of it. Nothing is imported to find that out.
+A reference to a file pins that file and what it imports of its own folder, which is all that it can import
+from there; one to a module or an entry point pins the whole top-level package that it lies in, every Python
+file of it. Nothing is imported to find that out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from roundtable.core.errors import ConfigError
+from roundtable.core.plugins.folder_imports import files_of
 
 
 def hash_of_code(kind: str, reference: str, entry_point_group: str, folder: Path | None) -> str:
@@ -22,11 +24,11 @@ def hash_of_code(kind: str, reference: str, entry_point_group: str, folder: Path
     """
     place, _, _ = reference.partition(":")
     if place.endswith(".py") and folder is not None:
-        return _of_files([folder / place], folder)
+        return _of_task_file(folder / place)
     if ":" not in reference:
         points = list(entry_points(group=entry_point_group, name=reference))
         if not points and folder is not None:
-            return _of_files([folder / f"{place}.py"], folder)
+            return _of_task_file(folder / f"{place}.py")
         if not points:
             raise ConfigError(f"no installed package offers the {kind} {reference!r} ({entry_point_group})")
         place = points[0].module
@@ -40,6 +42,10 @@ def hash_of_code(kind: str, reference: str, entry_point_group: str, folder: Path
         raise ConfigError(f"the module {top!r} of the {kind} {reference!r} is not installed")
     origin = Path(spec.origin)
     return _of_place(origin.parent if origin.name == "__init__.py" else origin)
+
+
+def _of_task_file(file: Path) -> str:
+    return _of_files(files_of(file), file.parent)
 
 
 def _of_place(place: Path) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import sys
 import traceback
 from collections.abc import Mapping
@@ -19,10 +18,9 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from blake3 import blake3
-
 from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.core.paths import AnyPath
+from roundtable.core.plugins.folder_imports import load_file
 
 
 def resolve(
@@ -71,24 +69,16 @@ def is_file(name: str) -> bool:
 
 
 def import_file(path: Path, reference: str, error: type[RoundtableError]) -> ModuleType:
-    """The module at `path`, imported once; `error` that begins with `reference` where that fails."""
+    """The module at `path`, imported once; `error` that begins with `reference` where that fails.
+
+    It may import what lies beside it (`folder_imports`).
+    """
     if not path.is_file():
         raise error(f"{reference}: there is no file {path}")
-    # The same name in every process, so that objects of the module can pass between them.
-    name = f"roundtable_file_{path.stem}_{blake3(str(path.resolve()).encode()).hexdigest(8)}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise error(f"{reference}: {path} cannot be imported as Python")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        return load_file(path)
     except (Exception, SystemExit) as failure:
-        del sys.modules[name]
         raise error(f"{reference}: running {path} failed: {described(failure)}") from failure
-    return module
 
 
 def import_module(name: str, reference: str, error: type[RoundtableError]) -> ModuleType:
