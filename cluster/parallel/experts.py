@@ -78,6 +78,23 @@ def _scaled(weight: Tensor, factor: float) -> Tensor:
     return scaled
 
 
+class Router(nn.Linear):
+    """Logits of the experts, in float32 or wider whatever the precision of the rest.
+
+    Choices jump where two logits are rounded alike (Fedus et al. 2022, section 2.4: selective precision).
+    """
+
+    def __init__(self, dim: int, experts: int) -> None:
+        super().__init__(dim, experts, bias=False)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """[n, dim] → [n, experts]."""
+        wide = torch.promote_types(input.dtype, torch.float32)
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(input.to(wide), self.weight.to(wide))
+
+
 class MixtureOfExperts(nn.Module):
     """A feed-forward part in which each token passes `top_k` of `experts` experts.
 
@@ -121,7 +138,7 @@ class MixtureOfExperts(nn.Module):
         self.top_k = top_k
         self.capacity_factor = capacity_factor
         self.dynamic = dynamic
-        self.router = nn.Linear(dim, experts, bias=False)
+        self.router = Router(dim, experts)
         self.experts = Experts(experts, dim, hidden)
         self.balance_loss: Tensor | None = None
         self.load: Tensor | None = None

@@ -94,6 +94,26 @@ def test_what_is_over_capacity_adds_nothing_and_earlier_tokens_stay() -> None:
     assert cut.load.tolist() == [12, 0, 0, 0, 36]
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["autocast", "as ZeRO gathers"])
+def test_a_router_in_bfloat16_chooses_as_in_float32(weights: torch.dtype) -> None:
+    torch.manual_seed(3)
+    half = MixtureOfExperts(32, 8, 8).to(weights)
+    whole = MixtureOfExperts(32, 8, 8)
+    whole.load_state_dict(half.state_dict())
+    x = torch.randn(16, 64, 32).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=weights == torch.float32):
+        half(x)
+    whole(x.float())
+    assert half.load is not None
+    assert whole.load is not None
+    assert half.load.tolist() == whole.load.tolist()
+    assert half.balance_loss is not None
+    assert whole.balance_loss is not None
+    assert half.balance_loss.dtype == torch.float32
+    # In bfloat16 a loss of 1 has steps of 0.008.
+    assert half.balance_loss.item() == pytest.approx(whole.balance_loss.item(), abs=1e-6)
+
+
 RULES = {"capacity": {"capacity_factor": 0.5}, "dynamic": {"dynamic": True}}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from roundtable.cluster.parallel.experts import MixtureOfExperts
+from roundtable.cluster.parallel.experts import MixtureOfExperts, Router
 from roundtable.core import Task
 
 
@@ -122,6 +122,24 @@ class Limited(Mixture):
     def __init__(self, dim: int, heads: int, hidden: int, **rule: Any) -> None:
         super().__init__(dim, heads, hidden)
         self.moe = MixtureOfExperts(dim, hidden, experts=4, **(rule or {"capacity_factor": 1.0}))
+
+
+class PlacedRouter(Router):
+    """Whose two choices follow from a token's place, which no rounding moves; their weights do not."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[n, dim] → [n, experts]."""
+        places = torch.arange(len(input), device=input.device)
+        favoured = sum(F.one_hot((places + turn) % self.out_features, self.out_features) for turn in (0, 1))
+        return super().forward(input) + 4.0 * favoured
+
+
+class Placed(Mixture):
+    """A mixture whose tokens go to experts by their places."""
+
+    def __init__(self, dim: int, heads: int, hidden: int) -> None:
+        super().__init__(dim, heads, hidden)
+        self.moe.router = PlacedRouter(dim, experts=4)
 
 
 class Layer(nn.Module):
