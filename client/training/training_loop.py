@@ -49,6 +49,8 @@ class TrainingLoop:
         self._parameters = parameters
         self._rules = rules
         self._micro_batch = execution.micro_batch
+        resting = set(rules.algorithm.resting(module))
+        self._resting = [parameter for name, parameter in module.named_parameters() if name in resting]
         self._place = f"round {work.round}"
         self._losses = _Losses(self._place)
         self.optimizer = make_optimizer(task, parameters, work, rules)
@@ -63,6 +65,8 @@ class TrainingLoop:
             loss = self._hooked(batch) if hooked else self._gradient(batch)
             if correct is not None:
                 correct()
+            for parameter in self._resting:
+                parameter.grad = None
             if self._rules.step.max_norm is not None:
                 nn.utils.clip_grad_norm_(self._parameters, self._rules.step.max_norm)
             self._schedule.before(self.steps + 1)

@@ -16,6 +16,8 @@ def check_step(job: JobConfig) -> None:
         reason = f"works on a client's whole module by its {hook}"
     elif algorithm.measures:
         reason = "measures a client's whole model before the first step"
+    elif algorithm.rests():
+        reason = "lets parameters of a client's model rest"
     elif _needs_whole_vector(algorithm):
         reason = "works on a client's whole vector"
     if reason:

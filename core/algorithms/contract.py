@@ -208,6 +208,10 @@ class ClientAlgorithm:
         """Names of tensors of the model that never leave a client (FedBN, FedPer)."""
         return ()
 
+    def resting(self, model: nn.Module) -> Sequence[str]:
+        """Names of parameters that the task trains and no step of the round's model moves (FedBABU)."""
+        return ()
+
     def begin(self, round: ClientRound) -> Tensor | None:
         """The round's constant k [d], for a step that is `corrected`."""
         return None
@@ -240,6 +244,11 @@ class ClientAlgorithm:
             if getattr(type(self), name) is not getattr(ClientAlgorithm, name):
                 return name
         return None
+
+    @classmethod
+    def rests(cls) -> bool:
+        """Whether some of what the task trains is `resting`."""
+        return cls.resting is not ClientAlgorithm.resting
 
     @classmethod
     def personal(cls) -> bool:

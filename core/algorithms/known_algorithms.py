@@ -50,6 +50,7 @@ _HOOKS = {
     "step": (),
     "server": (),
     "local_tensors": ("model",),
+    "resting": ("model",),
     "begin": ("round",),
     "before_gradient": ("work",),
     "after_gradient": ("work",),

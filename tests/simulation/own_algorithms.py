@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from roundtable.core.algorithms.contract import (
     AlgorithmPlace,
@@ -44,6 +44,13 @@ class Held(ClientAlgorithm):
     def step(self) -> LocalStep:
         assert isinstance(self.table, HeldTable)
         return LocalStep.of(self.table, pull=self.table.strength)
+
+
+class HeldInPart(Held):
+    """One tensor moves neither by the loss nor by the pull or decay."""
+
+    def resting(self, model: nn.Module) -> list[str]:
+        return [next(name for name, _ in model.named_parameters())]
 
 
 class Ordinary:

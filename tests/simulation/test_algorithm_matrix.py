@@ -17,7 +17,7 @@ from roundtable.simulation import Result, simulate
 ALGORITHMS = sorted(table.ROWS)
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 RECORDED = ["fedprox", "scaffold", "fednova", "feddyn", "ditto", "fedbn", "fedper", "lg_fedavg", "qfedavg"]
-RECORDED += ["scaffold, option 1"]
+RECORDED += ["scaffold, option 1", "fedbabu"]
 """Those whose steps the recorded backend takes itself, where nothing else keeps it from them."""
 STATEFUL = ["ditto", "fedrep", "feddyn"]
 """One of each way in which something stays at a client."""

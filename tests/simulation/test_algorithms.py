@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from roundtable.client.training.batches import epoch_orders, ordering_of
+from roundtable.cluster.plan.step_composition import check_step
 from roundtable.core import Layout, Site, initial_state, job_from_json, load_job, load_task, parse_job
 from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.engine import NumberedNames
@@ -38,6 +39,32 @@ def test_what_a_step_says_runs_everywhere(run, backend):
     result = run("Perceptron", **HELD, simulation__backend=backend, simulation__workers=1)
     torch.testing.assert_close(result.model.vector, reference.model.vector, rtol=2e-4, atol=2e-6)
     assert not torch.allclose(result.model.vector, run("Perceptron").model.vector, rtol=1e-3)
+
+
+def test_what_rests_stays_in_recorded_steps_and_is_refused_by_stacks_and_clusters(run):
+    decayed = {
+        "algorithm__weight_decay": 0.1,
+        "algorithm__momentum": 0.5,
+        "algorithm__max_gradient_norm": 0.5,
+    }
+    settings = {**HELD, **decayed, "algorithm__name": "own_algorithms.py:HeldInPart"}
+    reference = run("Perceptron", **settings)
+    first = reference.model.layout.averaged[0]
+    begun = reference.model.layout.flatten(initial_state(perceptron(), reference.job.seed))
+    place = slice(first.offset, first.offset + first.size)
+    assert torch.equal(reference.model.vector[place], begun[place])
+    assert not torch.equal(reference.model.vector, begun)
+    for backend in ("vectorised", "stacked"):
+        result = run("Perceptron", **settings, simulation__backend=backend, simulation__workers=1)
+        assert ("not stacked because" in result.backend) == (backend == "stacked")
+        assert "recorded steps" in result.backend
+        torch.testing.assert_close(result.model.vector, reference.model.vector, rtol=2e-4, atol=2e-6)
+    with pytest.raises(ConfigError, match="lets parameters of a client's model rest"):
+        check_step(reference.job.model_copy(update={"algorithm": fixed_head()}))
+
+
+def fixed_head():
+    return parse_job('task = "t"\n[algorithm]\nname = "fedbabu"\ntuning_steps = 1').algorithm
 
 
 def test_workers_find_the_algorithm_where_the_job_lies(run):

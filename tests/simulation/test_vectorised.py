@@ -207,6 +207,11 @@ def test_what_cannot_be_recorded_is_named_and_runs_sequentially(
         ("", 'buffers = "drop"\nintegers = "drop"'),
         ('name = "ditto"\npull = 0.1', ""),
         (CONTROLLED, ""),
+        ('name = "fedbabu"\ntuning_steps = 1', ""),
+        (
+            'name = "fedbabu"\ntuning_steps = 1\nmomentum = 0.9\nweight_decay = 0.1\nmax_gradient_norm = 0.5',
+            "",
+        ),
         (FAIR, 'local = ["0.weight"]\nbuffers = "local"'),
     ],
 )

@@ -17,7 +17,7 @@ from typing_extensions import override
 from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Composition, GradientWork
 from roundtable.core.algorithms.fedavg import WHOLE_UPDATE_LEVELS
 from roundtable.core.algorithms.passes import without_statistics
-from roundtable.core.algorithms.personal.heads import HeadTable, head_of, without_gradients
+from roundtable.core.algorithms.personal.heads import HeadTable, head_of
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.toml_tables import Finite
 
@@ -32,8 +32,7 @@ class TuningTable(AlgorithmTable):
 
 
 class FineTuning(ClientAlgorithm):
-    """FedAvg; a client takes some steps on its training data before it evaluates the global model, on a copy.
-    FedAvg; a client takes some steps on its training data before it evaluates the global model, on a copy."""
+    """FedAvg; a client takes steps on its training data before it evaluates a copy of the global model."""
 
     Table = TuningTable
     composition = Composition(levels=WHOLE_UPDATE_LEVELS, own_optimizers=True, buffered=True)
@@ -65,8 +64,8 @@ class FedBabu(FineTuning):
         return head_of(model, self.table)
 
     @override
-    def after_gradient(self, work: GradientWork) -> None:
-        without_gradients(work.module, head_of(work.module, self.table))
+    def resting(self, model: nn.Module) -> Sequence[str]:
+        return head_of(model, self.table)
 
 
 class PerFedAvgTable(AlgorithmTable):

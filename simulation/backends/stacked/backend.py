@@ -63,6 +63,8 @@ def why_not_stacked(world: World) -> str | None:
     if world.algorithm.measures:
         name = world.job.algorithm.name
         return f"algorithm {name!r} measures each client's model on all of its data before the first step"
+    if world.algorithm.rests():
+        return f"algorithm {world.job.algorithm.name!r} lets parameters of each client's model rest"
     return why_not(world, staying=False)
 
 

@@ -286,8 +286,11 @@ class Vectorised:
             assert isinstance(self.world.task, Task) or not isinstance(self.world.task, ArrayTask)
             self._staying = StayingTensors(self.world.layout.model, model)
             layout = self._staying.layout
-            self._steps = Steps(self.world.task, model, layout, self.device, self._first_examples())
             self._trained = trained_slices(model, self.world.layout)
+            resting = set(self.world.algorithm.resting(model))
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and name not in resting)
+            self._steps = Steps(self.world.task, model, layout, self.device, self._first_examples())
         return self._steps
 
 
