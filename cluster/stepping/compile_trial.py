@@ -129,8 +129,6 @@ class CompileTrial:
             self._blocks.turn_off()
         self._settled = True
         self._memory.write(on, self.said)
-        if dist.get_rank() == 0:
-            print(self.said, flush=True)
 
 
 def why_plain(mode: str, device: str, refusal: str) -> str:

@@ -223,7 +223,7 @@ def report(context: click.Context, job: str, last: int, as_json: bool) -> None:
     rows = [_row(str(each["round"]), each) for each in reports[-last:]]
     print_table(names, [*rows, _row("job", whole)], "")
     if said := reports[-1].get("compile"):
-        click.echo(said)
+        say(said)
     _say_advice(advice)
 
 
