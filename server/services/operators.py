@@ -137,7 +137,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
     async def ListJobs(
         self, request: operator_pb2.ListJobsRequest, context: Context
     ) -> operator_pb2.ListJobsReply:
-        return operator_pb2.ListJobsReply(jobs=[self._shown.job(row) for row in await self._jobs.rows()])
+        return operator_pb2.ListJobsReply(jobs=[self._shown.followed(row) for row in await self._jobs.rows()])
 
     @override
     async def GetJob(self, request: operator_pb2.GetJobRequest, context: Context) -> operator_pb2.JobDetail:
@@ -160,7 +160,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         if request.newest:
             known = await self._services.database.read(lambda connection: last_sequence(connection, row.id))
             first = max(1, known + 1 - min(request.newest, EVENTS_AT_ONCE))
-        what = self._jobs, self._services, row.id, first, self._shown.job
+        what = self._jobs, self._services, row.id, first, self._shown.followed
         async for update in updates(*what, with_clients=not request.without_clients):
             await context.write(update)
 

@@ -192,7 +192,7 @@ async def test_peers_on_the_list_are_no_peers(place: Path, listening: Listening)
 
     def begin(config: AgentConfig, name: str, attempt: int) -> None:
         attempts = SecureAttempts(config, name, ReleaseLedger(config.state / NAME))
-        attempts.begin(StepKey("j", 1, attempt, "train"), job, 8, "model", shown)
+        attempts.begin(StepKey("j", 1, attempt, "train"), job, 8, "model", shown, bytes(32))
 
     begin(config, "alder", 1)
     put_on_the_list(place, "cedar/identity.crt", into="alder")

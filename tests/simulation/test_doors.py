@@ -88,13 +88,12 @@ def blocks(kind: str) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Path:
     """The example's job with its code, a task, and a file of mistakes."""
     (tmp_path / "small.py").write_text(TASK)
     (tmp_path / "mine.py").write_text(blocks("python"))
     (tmp_path / "bad.py").write_text(BAD)
     (tmp_path / "job.toml").write_text(blocks("toml") + "[evaluation]\nevery = 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
