@@ -5,9 +5,10 @@
     python benchmarks/page_load.py --agents 100 --jobs 4
 
 The agents are those of benchmarks/load.py. A page is a browser's stream over HTTPS, of the overview and of
-single jobs in turn. Printed are the events a second, the coordinator's share of a core without and with
-open pages, and the time from an event, by the coordinator's clock, to its arrival: a browser then draws it
-within a frame.
+single jobs in turn. Printed are the events a second; the coordinator's share of a core without open pages,
+before and after, with them, and the difference to the mean of the two, because jobs that go on cost more with
+each silo that they have asked; and the time from an event, by the coordinator's clock, to its arrival: a
+browser then draws it within a frame.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from roundtable.core.identity.credentials import issue
 
 MEASURED_SECONDS = 20.0
 SETTLED_SECONDS = 5.0
-TURNS = 3
+TURNS = 5
 
 
 class Page:
@@ -96,8 +97,13 @@ def main() -> None:
                 word = admin.open_page().word
                 cookie, began = _signed_in(port, word)
                 print(f"first content after signing in: {began:.2f} s, {given.agents} silos", flush=True)
+                before, rises = _share(psutil.Process(process.pid)), []
                 for turn in range(TURNS):
-                    _turn(turn, psutil.Process(process.pid), port, cookie, jobs, given.pages)
+                    before, rise = _turn(
+                        turn, psutil.Process(process.pid), before, port, cookie, jobs, given.pages
+                    )
+                    rises.append(rise)
+                print(f"with {given.pages} pages: {statistics.median(rises):+.1f} points of a core (median)")
         finally:
             for worker in workers:
                 worker.kill()
@@ -105,8 +111,10 @@ def main() -> None:
             process.wait(60)
 
 
-def _turn(turn: int, process: psutil.Process, port: int, cookie: str, jobs: list[str], pages: int) -> None:
-    without = _share(process)
+def _turn(
+    turn: int, process: psutil.Process, before: float, port: int, cookie: str, jobs: list[str], pages: int
+) -> tuple[float, float]:
+    """The share without pages after it, and by how much it was more with them."""
     shows = [f"job:{jobs[number % len(jobs)]}" if number % 2 else "overview" for number in range(pages)]
     opened = [Page(port, cookie, topic) for topic in shows]
     time.sleep(SETTLED_SECONDS)
@@ -121,14 +129,17 @@ def _turn(turn: int, process: psutil.Process, port: int, cookie: str, jobs: list
     time.sleep(SETTLED_SECONDS)
     if not delays:
         raise SystemExit("no event came: the jobs do not run")
+    after = _share(process)
+    rise = shown - (before + after) / 2
     middle, last = statistics.median(delays), delays[int(0.99 * (len(delays) - 1))]
     print(
         f"turn {turn + 1}: {events / MEASURED_SECONDS:.0f} events/s at the overview; coordinator "
-        f"{without:.1f} % of a core without, {shown:.1f} % with {pages} pages ({shown - without:+.1f}); "
+        f"{before:.1f} and {after:.1f} % of a core without, {shown:.1f} % with {pages} pages ({rise:+.1f}); "
         f"event to page: median {1e3 * middle:.0f} ms, 99th percentile {1e3 * last:.0f} ms; "
         f"{received / MEASURED_SECONDS / pages / 1e3:.1f} kB/s a page",
         flush=True,
     )
+    return after, rise
 
 
 def _share(process: psutil.Process) -> float:

@@ -39,18 +39,34 @@ class Population(Protocol):
         """It is not there now."""
 
 
+@dataclass(frozen=True)
+class _Sorted:
+    known: tuple[str, ...]
+    free: tuple[str, ...]
+    held: Mapping[str, Held]
+
+
 class Roster:
     """A population that is told of each client: the coordinator's silos."""
 
     def __init__(self) -> None:
         self._infos: dict[str, ClientInfo] = {}
         self._online: set[str] = set()
+        self._sorted: _Sorted | None = None
 
     def known(self) -> Sequence[str]:
-        return sorted(self._infos)
+        return self._in_order().known
 
     def free(self) -> Sequence[str]:
-        return sorted(name for name in self._online if not self._infos[name].held)
+        return self._in_order().free
+
+    def _in_order(self) -> _Sorted:
+        """It is asked with each step of a round, and somebody comes or goes seldom."""
+        if self._sorted is None:
+            held = {name: info.held for name, info in sorted(self._infos.items()) if info.held}
+            free = tuple(sorted(name for name in self._online if name not in held))
+            self._sorted = _Sorted(tuple(sorted(self._infos)), free, held)
+        return self._sorted
 
     def is_free(self, name: str) -> bool:
         return name in self._online and not self._infos[name].held
@@ -59,17 +75,19 @@ class Roster:
         return name in self._online
 
     def held(self) -> Mapping[str, Held]:
-        return {name: info.held for name, info in sorted(self._infos.items()) if info.held}
+        return self._in_order().held
 
     def info(self, name: str) -> ClientInfo:
         return self._infos.get(name, ClientInfo(name))
 
     def join(self, info: ClientInfo, online: bool) -> None:
+        self._sorted = None
         self._infos[info.name] = info
         if online:
             self._online.add(info.name)
 
     def leave(self, name: str) -> None:
+        self._sorted = None
         self._online.discard(name)
 
 

@@ -27,7 +27,7 @@ from roundtable.engine.policies.synchronous import SynchronousTraining
 from roundtable.engine.policies.training_policy import TrainingPolicy
 from roundtable.engine.population import Population, Roster
 from roundtable.engine.selection import SelectionFailed, Strategy, least_for_selection
-from roundtable.engine.state import EngineState, from_plain, in_queue, to_plain
+from roundtable.engine.state import EngineState, PlainClients, from_plain, in_queue, to_plain
 from roundtable.engine.validation.secure_feasibility import fewest
 from roundtable.engine.view import WHO_HELD, EngineView, view
 
@@ -48,6 +48,7 @@ class RoundEngine:
             if job.round.mode == "buffered"
             else SynchronousTraining(self._context)
         )
+        self._plain_clients: PlainClients = {}
         self._phases = Phases(self._context, self._policy)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             m.Start: self._on_start,
@@ -101,7 +102,7 @@ class RoundEngine:
 
     def snapshot(self) -> dict[str, Any]:
         """A JSON-able form from which `restore` goes on; the history is kept by the driver."""
-        return to_plain(self.state)
+        return to_plain(self.state, self._plain_clients)
 
     @classmethod
     def restore(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from roundtable.core.errors import SiteFailure
@@ -234,9 +235,31 @@ def in_queue(state: EngineState) -> bool:
     return state.status == "waiting" and (state.attempt is None or not state.attempt.phase)
 
 
-def to_plain(state: EngineState) -> dict[str, Any]:
-    """A JSON-able form, without the summary: it follows from the records that the driver keeps."""
-    return {name: _plain(getattr(state, name)) for name in _fields(EngineState) if name != "summary"}
+PlainClients = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+"""Of each client the values of its record, and the plain form that was made of them."""
+
+
+def to_plain(state: EngineState, made: PlainClients | None = None) -> dict[str, Any]:
+    """A JSON-able form, without the summary: it follows from the records that the driver keeps.
+
+    `made` keeps, from one call to the next, the forms of clients: few of thousands change between two.
+    """
+    others = (name for name in _fields(EngineState) if name not in ("summary", "clients"))
+    plain = {name: _plain(getattr(state, name)) for name in others}
+    kept = {} if made is None else made
+    return plain | {
+        "clients": {name: _plain_client(name, each, kept) for name, each in state.clients.items()}
+    }
+
+
+def _plain_client(name: str, record: ClientRecord, made: PlainClients) -> dict[str, Any]:
+    """What of the record is not as in one that was never asked."""
+    values = _VALUES(record)
+    before = made.get(name)
+    if before is None or before[0] != values or record.choice is not None:  # A choice changes within.
+        told = zip(_fields(ClientRecord), values, _NEVER_ASKED, strict=True)
+        made[name] = before = values, {key: _plain(each) for key, each, usual in told if each != usual}
+    return before[1]
 
 
 _SINGLE = frozenset({str, int, float, bool, type(None)})
@@ -246,6 +269,10 @@ _SINGLE = frozenset({str, int, float, bool, type(None)})
 def _fields(kind: Any) -> tuple[str, ...]:
     """The names of a dataclass's fields; empty for any other type."""
     return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else ()
+
+
+_VALUES = attrgetter(*_fields(ClientRecord))
+_NEVER_ASKED = _VALUES(ClientRecord())
 
 
 def _plain(value: Any) -> Any:

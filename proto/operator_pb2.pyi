@@ -7,11 +7,38 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import roundtable.proto.common_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _ListedClients:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ListedClientsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ListedClients.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ALL_CLIENTS: _ListedClients.ValueType  # 0
+    CHANGED_CLIENTS: _ListedClients.ValueType  # 1
+    """All in the first update, then those whose line is another than before; none that was listed is ever gone."""
+    NO_CLIENTS: _ListedClients.ValueType  # 2
+
+class ListedClients(_ListedClients, metaclass=_ListedClientsEnumTypeWrapper):
+    """Which clients each update of a job lists: of thousands, all of them are many."""
+
+ALL_CLIENTS: ListedClients.ValueType  # 0
+CHANGED_CLIENTS: ListedClients.ValueType  # 1
+"""All in the first update, then those whose line is another than before; none that was listed is ever gone."""
+NO_CLIENTS: ListedClients.ValueType  # 2
+global___ListedClients = ListedClients
 
 @typing.final
 class StatusRequest(google.protobuf.message.Message):
@@ -617,23 +644,22 @@ class WatchJobRequest(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     FROM_SEQUENCE_FIELD_NUMBER: builtins.int
     NEWEST_FIELD_NUMBER: builtins.int
-    WITHOUT_CLIENTS_FIELD_NUMBER: builtins.int
+    CLIENTS_FIELD_NUMBER: builtins.int
     job: builtins.str
     from_sequence: builtins.int
     """First event wanted; 1 for the whole history."""
     newest: builtins.int
     """Not 0: the newest so many instead, and those to come."""
-    without_clients: builtins.bool
-    """The job as it stands without `clients`: of thousands, each update would list them all."""
+    clients: global___ListedClients.ValueType
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         from_sequence: builtins.int = ...,
         newest: builtins.int = ...,
-        without_clients: builtins.bool = ...,
+        clients: global___ListedClients.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_sequence", b"from_sequence", "job", b"job", "newest", b"newest", "without_clients", b"without_clients"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clients", b"clients", "from_sequence", b"from_sequence", "job", b"job", "newest", b"newest"]) -> None: ...
 
 global___WatchJobRequest = WatchJobRequest
 

@@ -63,6 +63,12 @@ class Board:
         if changed or gone:
             self._tell({"set": {table: changed}, "gone": {table: gone}})
 
+    def change(self, table: str, rows: Mapping[str, Any]) -> None:
+        """These rows of the table are new, or others than before; the rest stays."""
+        self._tables[table] = {**self._tables.get(table, {}), **rows}
+        if rows:
+            self._tell({"set": {table: rows}})
+
     def add(self, lines: Sequence[Any]) -> None:
         """Lines that follow those before; the oldest are forgotten."""
         if lines:

@@ -111,15 +111,16 @@ class _Follower:
         self._board = board
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._details: dict[str, dict[str, Any]] = {}
+        self._shown_silos: dict[str, tuple[bytes, dict[str, Any]]] = {}
 
     async def job(self, job: str) -> None:
         """Follows one job until it is over."""
-        async for update in self._updates(job, EVENTS_OF_A_JOB):
+        self._board.show("clients", {})
+        async for update in self._updates(job, EVENTS_OF_A_JOB, operator_pb2.CHANGED_CLIENTS):
             shown = values_of(update.detail)
-            clients = {client["client"]: client for client in shown.pop("clients")}
+            self._board.change("clients", {client["client"]: client for client in shown.pop("clients")})
             self._board.show("job", {"": shown.pop("job")})
             self._board.show("detail", {"": shown})
-            self._board.show("clients", clients)
             self._board.show("problem", {})
             self._board.add([values_of(event) for event in update.events])
 
@@ -135,8 +136,7 @@ class _Follower:
                 if turn % QUEUE_EVERY == 0:
                     await self._queue(any(row["status"] == "waiting" for row in rows.values()))
                 if turn % SILOS_EVERY == 0:
-                    silos = await self._ask("Operators/ListClients", operator_pb2.ListClientsRequest())
-                    self._board.show("silos", {row["name"]: _seldom(row) for row in silos["clients"]})
+                    await self._silos()
                 if turn % STATUS_EVERY == 0:
                     status = await self._ask("Operators/Status", operator_pb2.StatusRequest())
                     self._board.show("status", {"": {key: status[key] for key in _STATUS}})
@@ -147,6 +147,19 @@ class _Follower:
         finally:
             for task in self._followed.values():
                 task.cancel()
+
+    async def _silos(self) -> None:
+        """Shows the silos; of thousands few have changed since they were shown."""
+        request = operator_pb2.ListClientsRequest()
+        told = await self._calls.call(self._who, self._address, "Operators/ListClients", request)
+        shown = {}
+        for client in told.clients:
+            if client.online:  # When one that is here was heard of last changes all the time.
+                client.last_seen = 0.0
+            line, before = client.SerializeToString(deterministic=True), self._shown_silos.get(client.name)
+            shown[client.name] = before if before and before[0] == line else (line, values_of(client))
+        self._shown_silos = shown
+        self._board.show("silos", {name: row for name, (_, row) in shown.items()})
 
     async def _queue(self, waiting: bool) -> None:
         """Shows who waits for what; where nobody waits, nobody is asked."""
@@ -167,13 +180,13 @@ class _Follower:
 
     async def _events(self, job: str) -> None:
         with suppress(RoundtableError):
-            async for update in self._updates(job, EVENTS_OF_EACH, without_clients=True):
+            async for update in self._updates(job, EVENTS_OF_EACH, operator_pb2.NO_CLIENTS):
                 detail = values_of(update.detail)
                 self._details[job] = {key: detail[key] for key in _DETAIL}
                 self._board.add([{**values_of(event), "job": job} for event in update.events])
 
-    async def _updates(self, job: str, newest: int, *, without_clients: bool = False) -> Any:
-        request = operator_pb2.WatchJobRequest(job=job, newest=newest, without_clients=without_clients)
+    async def _updates(self, job: str, newest: int, clients: operator_pb2.ListedClients.ValueType) -> Any:
+        request = operator_pb2.WatchJobRequest(job=job, newest=newest, clients=clients)
         async for update in self._calls.stream(self._who, self._address, "Operators/WatchJob", request):
             yield update
 
@@ -192,8 +205,3 @@ def _by(key: str, rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, A
 def _turn(row: Mapping[str, Any]) -> dict[str, Any]:
     """A job's place in the queue; the job itself is in another table."""
     return {**row, "job": row["job"]["id"]}
-
-
-def _seldom(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A silo as it is listed; of one that is here, when it was heard of last changes all the time."""
-    return {**row, "last_seen": 0.0} if row["online"] else dict(row)

@@ -152,13 +152,11 @@ def link_to(link: LinkEstimate) -> operator_pb2.Link | None:
     )
 
 
-def client_to(row: AgentRow, online: bool, state: str, ends: float = 0.0) -> operator_pb2.Client:
-    """An agent as operators see it; `ends` is when its certificate does, of one that is connected."""
+def client_to(row: AgentRow, link: LinkEstimate) -> operator_pb2.Client:
+    """An agent as operators see it, by what is stored of it and what its line is measured at."""
     metadata: Mapping[str, str] = row.metadata
     return operator_pb2.Client(
         name=row.name,
-        online=online,
-        state=state,
         version=row.version,
         tasks=row.tasks,
         metadata=metadata,
@@ -168,8 +166,7 @@ def client_to(row: AgentRow, online: bool, state: str, ends: float = 0.0) -> ope
         completed=row.completed,
         drained=row.drained,
         disabled=row.disabled,
-        link=link_to(row.link),
-        certificate_ends=ends,
+        link=link_to(link),
     )
 
 

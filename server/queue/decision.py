@@ -42,6 +42,19 @@ def schedule(
     return _Board(list(contenders), capacities, now, rules).standings()
 
 
+def basis_of_turns(contenders: Iterable[Contender], capacities: Mapping[str, Amounts]) -> object:
+    """All that `schedule` looks at where nobody waits, to compare; None where somebody does.
+
+    Turns that nobody waits for change with the silos that there are, not with the time.
+    """
+    basis: list[object] = [capacities]
+    for each in contenders:
+        if not each.turn:
+            return None
+        basis.append((each.job, each.yielding, each.priority, each.since, each.silos, each.demand))
+    return basis
+
+
 class _Board:
     def __init__(
         self,

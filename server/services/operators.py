@@ -161,7 +161,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
             known = await self._services.database.read(lambda connection: last_sequence(connection, row.id))
             first = max(1, known + 1 - min(request.newest, EVENTS_AT_ONCE))
         what = self._jobs, self._services, row.id, first, self._shown.followed
-        async for update in updates(*what, with_clients=not request.without_clients):
+        async for update in updates(*what, listed=request.clients):
             await context.write(update)
 
     @override
@@ -320,15 +320,17 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         return self._client(row, self._jobs.tasks_in_secret())
 
     def _client(self, row: AgentRow, secret: Set[str], revoked: bool = False) -> operator_pb2.Client:
-        row = replace(row, link=self._services.links.of(row.name))
+        client = to_operators.client_to(row, self._services.links.of(row.name))
         session = self._services.sessions.get(row.name)
         if session is None:
-            return to_operators.client_to(row, False, "revoked" if revoked else "offline")
+            client.state = "revoked" if revoked else "offline"
+            return client
         # Whether it works would tell that it was drawn.
-        state = session.state if secret.isdisjoint(row.tasks) else "available"
+        client.state = session.state if secret.isdisjoint(row.tasks) else "available"
+        client.online, client.certificate_ends = True, session.shown.lifetime.expires
         # A session is heard of by a clock without a date; the row knows when it began.
-        row = replace(row, last_seen=self._services.clock() - (time.monotonic() - session.heard))
-        return to_operators.client_to(row, True, state, session.shown.lifetime.expires)
+        client.last_seen = self._services.clock() - (time.monotonic() - session.heard)
+        return client
 
     def _proven(self, asked: door.JobWish, who: str) -> Submission:
         """The submission with what shows silos who asked: for one with a token, our own signature."""

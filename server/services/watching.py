@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 
 from roundtable.core.errors import UnavailableError
+from roundtable.engine.view import ClientView
 from roundtable.proto import EVENTS_AT_ONCE, operator_pb2
 from roundtable.server.door import to_operators
+from roundtable.server.door.agent_messages import StepProgress
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
@@ -19,13 +21,39 @@ from roundtable.server.store.setup_rows import setups_of
 LEAST_SECONDS_BETWEEN = 0.1
 
 
+Line = tuple[ClientView, StepProgress | None]
+
+
+class ClientsTold:
+    """Which clients a stream has listed, and how they stood."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, Line] = {}
+
+    def changed(self, lines: Mapping[str, Line]) -> dict[str, Line]:
+        """Those that stand otherwise than they were last listed, which from now on they are."""
+        found = {name: line for name, line in lines.items() if self._told.get(name) != line}
+        self._told.update(found)
+        return found
+
+
 def detail_of(
-    row: JobRow, runner: JobRunner | None, job: operator_pb2.Job, *, with_clients: bool = True
+    row: JobRow,
+    runner: JobRunner | None,
+    job: operator_pb2.Job,
+    *,
+    listed: operator_pb2.ListedClients.ValueType = operator_pb2.ALL_CLIENTS,
+    told: ClientsTold | None = None,
 ) -> operator_pb2.JobDetail:
-    """A job's current state, without its configuration and history."""
+    """A job's current state, without its configuration and history; of its clients those that are `listed`,
+    by what was `told` before."""
     if runner is None:
         return operator_pb2.JobDetail(job=job, round=row.rounds_done, waiting_for="")
-    view = runner.view(with_clients=with_clients).value
+    view = runner.view(with_clients=listed != operator_pb2.NO_CLIENTS).value
+    step = runner.instructions.progress_of
+    lines = {name: (client, step(name)) for name, client in view.clients.items()}
+    if told is not None and listed == operator_pb2.CHANGED_CLIENTS:
+        lines = told.changed(lines)
     return operator_pb2.JobDetail(
         job=job,
         round=view.round,
@@ -34,8 +62,7 @@ def detail_of(
         deadline=view.deadline or 0.0,
         waiting_for=view.waiting_for,
         clients=[
-            to_operators.activity_to(name, client, runner.instructions.progress_of(name))
-            for name, client in view.clients.items()
+            to_operators.activity_to(name, client, progress) for name, (client, progress) in lines.items()
         ],
     )
 
@@ -56,9 +83,10 @@ async def updates(
     first: int,
     show: Callable[[JobRow], operator_pb2.Job],
     *,
-    with_clients: bool = True,
+    listed: operator_pb2.ListedClients.ValueType = operator_pb2.ALL_CLIENTS,
 ) -> AsyncIterator[operator_pb2.JobUpdate]:
     """Yields events from `first` onwards with the job's current state, until it is over and all are sent."""
+    told = ClientsTold()
     while True:
         runner = jobs.runner(job)
         change = runner.inbox.next_change() if runner else None
@@ -73,7 +101,7 @@ async def updates(
         first = events[-1].sequence + 1 if events else first
         yield operator_pb2.JobUpdate(
             events=[to_operators.event_to(event) for event in events],
-            detail=detail_of(row, runner, show(row), with_clients=with_clients),
+            detail=detail_of(row, runner, show(row), listed=listed, told=told),
         )
         if len(events) == EVENTS_AT_ONCE:
             continue

@@ -10,6 +10,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import SiteFailure
 from roundtable.engine import RoundEngine, record_from_plain, record_to_plain
 from roundtable.engine import messages as m
+from roundtable.engine.state import to_plain
 
 
 def job(text: str = "", rounds: int = 2) -> JobConfig:
@@ -46,6 +47,7 @@ class Driver:
     def restart(self) -> None:
         """Throws the engine away and goes on from its snapshot, through JSON as a database would hold it."""
         snapshot = json.loads(json.dumps(self.engine.snapshot()))
+        assert snapshot == json.loads(json.dumps(to_plain(self.engine.state)))
         history = [record_from_plain(json.loads(json.dumps(record_to_plain(r)))) for r in self.records]
         online = self.engine.population.free()
         self.timers.clear()
@@ -115,9 +117,10 @@ class Driver:
         made = {(record.round, record.attempt): record.contributors for record in self.records}
         if instruct.step.phase == m.EVALUATE:
             made[instruct.step.round, instruct.step.attempt] = (instruct.client,)
-        for action in reversed(self.aggregates):
+        # Of a step that was combined again, because an update was damaged, the last counts.
+        last = {(action.step.round, action.step.attempt): action for action in self.aggregates}
+        for at, action in reversed(last.items()):
             for update in action.updates:
-                at = (action.step.round, action.step.attempt)
                 if update.client == instruct.client in made.get(at, ()):
                     return update.asked or at
         return None

@@ -14,6 +14,7 @@ rows = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 3))
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("show"), st.sampled_from(["jobs", "silos"]), rows),
+        st.tuples(st.just("change"), st.sampled_from(["jobs", "silos"]), rows),
         st.tuples(st.just("add"), st.lists(st.integers(), max_size=3), st.none()),
         st.tuples(st.just("read"), st.none(), st.none()),
         st.tuples(st.just("flood"), st.integers(1, 2 * MOST_WAITING), st.none()),
@@ -55,6 +56,9 @@ def test_a_browser_holds_what_the_board_shows(plan: list[tuple[str, Any, Any]]) 
         if what == "show":
             board.show(first, second)
             tables[first] = dict(second)
+        elif what == "change":
+            board.change(first, second)
+            tables[first] = {**tables.get(first, {}), **second}
         elif what == "add":
             board.add(first)
             lines = [*lines, *first][-5:]

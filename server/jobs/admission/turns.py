@@ -17,7 +17,7 @@ from roundtable.engine import messages as m
 from roundtable.server.door.to_operators import QueuePlace
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.queue.contenders import amounts_of
-from roundtable.server.queue.decision import schedule
+from roundtable.server.queue.decision import basis_of_turns, schedule
 from roundtable.server.queue.queue_rules import QueueRules
 from roundtable.server.queue.standing import Contender, Standing
 from roundtable.server.queue.timeline import Amounts
@@ -56,6 +56,7 @@ class Turns:
         self._capacities: dict[str, Amounts] = {}
         self._ended: dict[str, str] = {}
         self._decided: list[Standing] = []
+        self._decided_on: object = None
 
     def look(self) -> None:
         """Something has happened that may change who has a turn."""
@@ -105,9 +106,12 @@ class Turns:
         return [each for each in found if each is not None]
 
     def _schedule(self, contenders: list[Contender], now: float) -> list[Standing]:
-        for silo in self._silos():
-            self._capacities[silo.name] = amounts_of(silo)
-        return schedule(contenders, self._capacities, now, self._rules)
+        return schedule(contenders, self._learn_capacities(), now, self._rules)
+
+    def _learn_capacities(self) -> Mapping[str, Amounts]:
+        """What each silo has; of one that is away, what it had."""
+        self._capacities = self._capacities | {silo.name: amounts_of(silo) for silo in self._silos()}
+        return self._capacities
 
     async def _run(self) -> None:
         while True:
@@ -135,7 +139,7 @@ class Turns:
         # Only now: jobs may have come meanwhile.
         runners = {runner.row.id: runner for runner in self._runners()}
         orders = []
-        self._decided = self._schedule(self.contenders(), self._clock())
+        self._decided = self._standings()
         for standing in self._decided:
             runner = runners[standing.job]
             if runner.standing is None or runner.standing.reason != standing.reason:
@@ -150,6 +154,15 @@ class Turns:
                 log.warning("a turn could not be given or taken back: %s; it is tried again", outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
+
+    def _standings(self) -> list[Standing]:
+        """As `schedule` decides; as before where nobody waits and nothing that counts then has changed."""
+        contenders = self.contenders()
+        basis = basis_of_turns(contenders, self._learn_capacities())
+        if basis is not None and basis == self._decided_on:
+            return self._decided
+        self._decided_on = basis
+        return self._schedule(contenders, self._clock())
 
     def _contender(self, runner: JobRunner) -> Contender | None:
         return runner.contender(self._unmet(runner) if runner.waits else "")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from queue_world import PlayedJob, QueueWorld, a_day, copied
 
-from roundtable.server.queue.decision import schedule
+from roundtable.server.queue.decision import basis_of_turns, schedule
 from roundtable.server.queue.queue_rules import ProjectTable, QueueRules
 from roundtable.server.queue.standing import Contender, Standing
 
@@ -259,3 +259,34 @@ def test_a_day_of_two_hundred_jobs_on_a_hundred_silos(crashes: int) -> None:
     assert all(job.ended is not None for job in jobs)
     assert world.checks > 400
     assert bool(world.failovers) is bool(crashes)
+
+
+turns = st.builds(
+    contender,
+    st.sampled_from("abcd"),
+    st.sampled_from(["x", "y", "xy"]),
+    turn=st.just(True),
+    priority=st.integers(0, 1),
+    yielding=st.booleans(),
+)
+courses = st.fixed_dictionaries(
+    {
+        "rest": st.none() | st.floats(0, 100),
+        "ends": st.none() | st.floats(0, 100),
+        "there": st.integers(0, 2),
+        "starved": st.booleans(),
+        "shortage": st.sampled_from(["", "too few"]),
+    }
+)
+
+
+@given(st.lists(st.tuples(turns, courses), unique_by=lambda each: each[0].job), st.floats(0, 1e6))
+def test_where_nobody_waits_the_verdicts_follow_from_their_basis_alone(
+    given: list[tuple[Contender, dict[str, object]]], now: float
+) -> None:
+    capacities = {"x": {"jobs": 2.0}, "y": ONE}
+    first = [each for each, _ in given]
+    later = [replace(each, **course) for each, course in given]  # type: ignore[arg-type]
+    assert basis_of_turns(first, capacities) == basis_of_turns(later, capacities) is not None
+    assert schedule(first, capacities, 0.0, PLAIN) == schedule(later, capacities, now, PLAIN)
+    assert basis_of_turns([*first, contender("z", "x")], capacities) is None

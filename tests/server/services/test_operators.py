@@ -178,6 +178,29 @@ async def test_following_begins_anywhere_and_ends_with_the_job(
     assert updates[-1].detail.job.status == "finished"
 
 
+async def test_following_with_the_clients_that_have_changed_alone(
+    coordinator: Coordinator, operator: Operator, certificates: Path
+) -> None:
+    alder = ScriptedAgent(coordinator.port, certificates / "alder")
+    async with alder, ScriptedAgent(coordinator.port, certificates / "birch"):
+        job = await operator.submit("[cohort]\nsize = 2")
+        step = (await alder.expect("instruction")).step
+        request = operator_pb2.WatchJobRequest(job=job.id, clients=operator_pb2.CHANGED_CLIENTS)
+        shown: dict[str, operator_pb2.ClientActivity] = {}
+        listed: list[int] = []
+        async for update in operator.stub.WatchJob(request, timeout=20):
+            shown |= {client.client: client for client in update.detail.clients}
+            listed.append(len(update.detail.clients))
+            if len(listed) == 1:
+                await alder.say(progress=agent_pb2.Progress(step=step, done=64, total=200, loss=0.5))
+            if shown["alder"].done == 64:
+                break
+        whole = (await operator.job(job.id)).clients
+    assert listed[0] == 2
+    assert max(listed[1:]) == 1
+    assert [shown[client.client] for client in whole] == list(whole)
+
+
 async def test_cancelling(coordinator: Coordinator, operator: Operator, certificates: Path) -> None:
     async with ScriptedAgent(coordinator.port, certificates / "alder") as agent:
         job = await operator.submit("[cohort]\nsize = 1")
