@@ -14,9 +14,9 @@ from roundtable.proto import common_pb2, operator_pb2
 from roundtable.server.door.agent_messages import StepProgress
 from roundtable.server.store import AgentRow, EventRow, JobRow, LedgerRow
 from roundtable.server.store.job_lines import LineRow
+from roundtable.server.store.job_silo_rows import SetupRow
 from roundtable.server.store.ledger import Limit
 from roundtable.server.store.report_rows import ReportRow
-from roundtable.server.store.setup_rows import SetupRow
 
 Job = operator_pb2.Job
 JobUpdate = operator_pb2.JobUpdate

@@ -63,9 +63,11 @@ class Submission:
 
 @dataclass(frozen=True)
 class StoredJob:
-    """A job as the database has it: its row, its newest event's number, its rounds' records, all agents."""
+    """A job as the database has it: its row, what its engine remembers of clients, its newest event's number,
+    its rounds' records, all agents."""
 
     row: JobRow
+    clients: Mapping[str, Mapping[str, Any]]
     sequence: int
     records: Sequence[str]
     agents: Sequence[AgentRow]
@@ -132,7 +134,8 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     row = stored.row
     job, layout, plan = stored_plan(row, services)
     history = [record_from_plain(json.loads(record)) for record in stored.records]
-    engine = RoundEngine.restore(job, row.snapshot["engine"], history, strategy=plan.strategy)
+    snapshot = {**row.snapshot["engine"], "clients": stored.clients}
+    engine = RoundEngine.restore(job, snapshot, history, strategy=plan.strategy)
     for agent in stored.agents:
         if agent.offers(job.task.name):
             info = client_info(job, agent, services.links.of(agent.name))

@@ -46,6 +46,7 @@ from roundtable.server.store import FINAL, AgentRow, EventRow, JobRow
 from roundtable.server.store import jobs as store
 from roundtable.server.store.agent_rows import all_clients
 from roundtable.server.store.database import LeaseLost
+from roundtable.server.store.job_silo_rows import clients_of
 from roundtable.server.store.ledger import Limit, set_budget
 from roundtable.server.store.trust_rows import Party
 
@@ -303,7 +304,8 @@ class JobRegistry:
         sequence = await database.read(lambda connection: store.last_sequence(connection, row.id))
         records = await database.read(lambda connection: store.history(connection, row.id))
         agents = await database.read(all_clients)
-        stored = StoredJob(row, sequence, records, agents)
+        clients = await database.read(lambda connection: clients_of(connection, row.id))
+        stored = StoredJob(row, clients, sequence, records, agents)
         runner = await asyncio.to_thread(make_driver, stored, self._services, self._reserving)
         self._runners[row.id] = runner
         task = asyncio.get_running_loop().create_task(runner.run(), name=f"job {row.id}")

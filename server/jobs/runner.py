@@ -93,6 +93,7 @@ class JobRunner:
         self._publication = Publication(job.privacy)
         self._trouble = ""
         self._snapshot_seconds = 0.0
+        self._stored: dict[str, Any] = {}
         self._handled = "its beginning"
         self._culprit: tuple[str, m.Step] | None = None
         self.standing: Standing | None = None
@@ -335,14 +336,17 @@ class JobRunner:
         row = self.row.after((told.value for told in batch.records), state.summary.best)
         failpoint("transition_due", *place)
         began = time.monotonic()
-        snapshot = {**self.row.snapshot, "engine": self._engine.snapshot()}
+        engine = self._engine.snapshot()
+        clients = engine.pop("clients")
+        changed = {name: each for name, each in clients.items() if self._stored.get(name) != each}
         self._snapshot_seconds = time.monotonic() - began
         step = Transition(
             job=self.row.id,
             version=self.row.version + 1,
             writer=self._services.writer,
             time=now,
-            snapshot=snapshot,
+            snapshot={**self.row.snapshot, "engine": engine},
+            clients=changed,
             status=state.status,
             reason=state.reason,
             events=batch.events,
@@ -354,6 +358,7 @@ class JobRunner:
             best=(row.best_model, row.best_round, row.best_value) if row.best_model else None,
         )
         await self._until_written(step, place)
+        self._stored = clients
         self.told.add(event.value for event in batch.events)
         failpoint("transition_stored", *place)
         self.row = replace(row, version=step.version, status=step.status, reason=step.reason, updated=now)

@@ -14,7 +14,7 @@ from roundtable.server.door.to_agents import SignedSubmission
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import AgentSession
 from roundtable.server.jobs.step_means import StepMeans
-from roundtable.server.store.setup_rows import SetupRow
+from roundtable.server.store.job_silo_rows import SetupRow
 
 log = logging.getLogger("roundtable.server.jobs.step_instructions")
 

@@ -8,7 +8,7 @@ import logging
 from roundtable.core.errors import StorageError
 from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.server.store.group_commit import GroupedWrites
-from roundtable.server.store.setup_rows import SetupRow, keep_setup
+from roundtable.server.store.job_silo_rows import SetupRow, keep_setup
 
 log = logging.getLogger("roundtable.server.operations.silo_setups")
 

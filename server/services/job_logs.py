@@ -33,7 +33,7 @@ from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.store import FINAL
 from roundtable.server.store.job_lines import FreshLine, LineFilter, LineRow, insert_lines, lines_from
-from roundtable.server.store.jobs import UnknownJob
+from roundtable.server.store.job_silo_rows import has_asked
 
 log = logging.getLogger("roundtable.server.services.job_logs")
 
@@ -180,11 +180,7 @@ class JobLogs(logging.Handler):
         """Whether the job has ever drawn the silo."""
         if (runner := self._jobs.runner(job)) is not None:
             return runner.has_asked(silo)
-        try:
-            engine = (await self._jobs.row(job)).snapshot.get("engine", {})
-        except UnknownJob:
-            return False
-        return bool(engine.get("clients", {}).get(silo, {}).get("selected"))
+        return await self._services.database.read(lambda connection: has_asked(connection, job, silo))
 
     async def _tells_all(self, job: str) -> bool:
         return await self._tells(job, Tells.COHORT, Tells.UPDATE)

@@ -15,8 +15,8 @@ from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.store import FINAL, EventRow, JobRow
+from roundtable.server.store.job_silo_rows import setups_of
 from roundtable.server.store.jobs import events_from, newest_incidents
-from roundtable.server.store.setup_rows import setups_of
 
 LEAST_SECONDS_BETWEEN = 0.1
 

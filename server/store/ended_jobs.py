@@ -25,7 +25,14 @@ def delete_job(connection: Connection, job: str, who: str, now: float, keep: Kee
     if row.status not in FINAL or row.status == DELETED:
         return None
     digests = artifacts_of(connection, job)
-    for table in (tables.events, tables.updates, tables.rounds, tables.job_lines, tables.job_setups):
+    for table in (
+        tables.events,
+        tables.updates,
+        tables.rounds,
+        tables.job_lines,
+        tables.job_setups,
+        tables.job_clients,
+    ):
         connection.execute(sa.delete(table).where(table.c.job == job))
     gone = {"initial_model": "", "model": "", "optimizer": "", "best_model": "", "snapshot": "{}"}
     values = {**gone, "status": DELETED, "reason": f"deleted by {who}", "updated": now}

@@ -17,6 +17,7 @@ from roundtable.server.store.agent_rows import learn
 from roundtable.server.store.artifacts import note_artifact
 from roundtable.server.store.audit import append_rounds
 from roundtable.server.store.database import LeaseLost
+from roundtable.server.store.job_silo_rows import store_clients
 from roundtable.server.store.ledger import settle
 from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, UpdateRow, to_json
 from roundtable.server.store.trust_rows import Party
@@ -49,7 +50,8 @@ class Transition:
     `records` are committed rounds as JSON objects with at least round, attempt, model, optimizer,
     cohort, contributors, charge and ended; each is written exactly once. `released` names the
     (round, attempt) whose new model is shown to anybody from now on. `best` is (model, round, value) of the
-    best model, where the job keeps it; `learnt` are example counts of agents.
+    best model, where the job keeps it; `learnt` are example counts of agents, `clients` what the
+    engine remembers of those of whom that has changed.
     """
 
     job: str
@@ -66,6 +68,7 @@ class Transition:
     released: list[tuple[int, int]] = field(default_factory=list)
     best: tuple[str, int, float] | None = None
     learnt: Mapping[str, int] = field(default_factory=dict)
+    clients: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def insert_job(
@@ -106,6 +109,7 @@ def apply(connection: Connection, step: Transition) -> None:
         _insert_record(connection, step.job, record)
     _insert_updates(connection, step.job, step.updates)
     learn(connection, step.learnt)
+    store_clients(connection, step.job, step.clients)
     insert_events(connection, step.job, step.events)
     charged = [(r["round"], r["attempt"]) for r in records if r["charge"]]
     settle(connection, step.job, [*step.released, *charged], over=step.status in FINAL)

@@ -158,6 +158,16 @@ job_lines = Table(
     Index("uq_job_lines_number", "job", "silo", "number", unique=True),
 )
 
+job_clients = Table(
+    "job_clients",
+    metadata,
+    # What a job's engine remembers of each client that it has asked: engine.state.ClientRecord as JSON.
+    # Apart from the snapshot: few of thousands change with a transition.
+    _job(),
+    Column("client", NAME, primary_key=True),
+    Column("record", Text, nullable=False),
+)
+
 job_setups = Table(
     "job_setups",
     metadata,

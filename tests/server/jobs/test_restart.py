@@ -14,12 +14,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+import sqlalchemy as sa
 import torch
 from scripted_agent import ScriptedAgent, header_for
 from service import AGENTS, Operator, running
 
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig
+from roundtable.server.store.job_silo_rows import clients_of
 
 Status = agent_pb2.UploadReceipt
 TABLE = "[cohort]\nsize = 3\nminimum = 3\n[evaluation]\nevery = 0"
@@ -59,6 +61,13 @@ async def test_a_round_goes_on_after_a_kill(
     await _the_other_half(port, certificates, job, held, partial)
     second.send_signal(signal.SIGTERM)
     assert second.wait(20) == 0
+    # What the engine remembered of each silo from before the kill was counted on, row by row.
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'state' / 'coordinator.db'}")
+    with engine.connect() as connection:
+        remembered = clients_of(connection, job)
+    engine.dispose()
+    counts = {name: (each["selected"], each["completed"]) for name, each in remembered.items()}
+    assert counts == dict.fromkeys(AGENTS, (2, 2))
 
 
 def _start(file: Path) -> subprocess.Popen[str]:

@@ -1,9 +1,11 @@
-"""What silos have trained jobs on, the newest few of each silo."""
+"""What is known of silos for single jobs: what a job's engine remembers of them, what they train it on."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -14,6 +16,7 @@ from roundtable.server.store.rows import to_json
 
 MOST_KEPT = 20
 """Of one silo in one job: those that it said last."""
+_AT_ONCE = 500
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,29 @@ def setups_of(connection: Connection, job: str) -> list[SetupRow]:
         SetupRow(row.job, row.client, row.time, row.round, TrainingSetup(**json.loads(row.setup)))
         for row in connection.execute(query)
     ]
+
+
+def store_clients(connection: Connection, job: str, records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Stores what the job's engine remembers of these clients, in the place of what it did."""
+    table, names = tables.job_clients.c, sorted(records)
+    for place in range(0, len(names), _AT_ONCE):
+        some = names[place : place + _AT_ONCE]
+        before = sa.delete(tables.job_clients).where(table.job == job, table.client.in_(some))
+        connection.execute(before)
+        rows = [{"job": job, "client": name, "record": to_json(records[name])} for name in some]
+        connection.execute(sa.insert(tables.job_clients), rows)
+
+
+def clients_of(connection: Connection, job: str) -> dict[str, dict[str, Any]]:
+    """What the job's engine remembered of each client that it had asked."""
+    table = tables.job_clients.c
+    query = sa.select(table.client, table.record).where(table.job == job).order_by(table.client)
+    return {row.client: json.loads(row.record) for row in connection.execute(query)}
+
+
+def has_asked(connection: Connection, job: str, client: str) -> bool:
+    """Whether a round of the job has ever drawn this client."""
+    table = tables.job_clients.c
+    query = sa.select(table.record).where(table.job == job, table.client == client)
+    record = connection.execute(query).scalar()
+    return record is not None and bool(json.loads(record).get("selected"))
