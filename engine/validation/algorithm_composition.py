@@ -18,6 +18,7 @@ def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
             f"privacy.level = {job.privacy.level!r}: {said} is not shown to keep its guarantee{why}; "
             f"it goes with {', '.join(sorted(composition.levels))}"
         )
+    _check_own_gradients(job, algorithm, said)
     weightings = composition.weightings
     if weightings is not None and job.aggregation.weighting not in weightings:
         raise ConfigError(
@@ -135,6 +136,20 @@ def _check_known_bound(job: JobConfig, said: str) -> None:
             f"privacy.local_steps and {said}: its steps are those of [algorithm]; set algorithm.steps in its "
             "place"
         )
+
+
+def _check_own_gradients(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
+    if isinstance(job.privacy, ExampleLevel) and (passed_over := _passed_over(algorithm)):
+        raise PrivacyError(
+            f'privacy.level = "example" and {said}: steps of DP-SGD make their gradients by themselves, and '
+            f'its {passed_over}() would not be asked; declare levels without "example"'
+        )
+
+
+def _passed_over(algorithm: ClientAlgorithm) -> str:
+    """What the algorithm does to steps that those of DP-SGD would not look at; "" for nothing."""
+    second = type(algorithm).second is not ClientAlgorithm.second
+    return algorithm.hooked() or ("resting" if algorithm.rests() else "second" if second else "")
 
 
 def keeps_own(algorithm: ClientAlgorithm) -> bool:

@@ -1,0 +1,61 @@
+"""What an algorithm of somebody's own declares is held against what training looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from torch import nn
+
+from roundtable.core import parse_job
+from roundtable.core.algorithms.contract import (
+    ClientAlgorithm,
+    ClientRound,
+    Composition,
+    GradientWork,
+    SecondModel,
+)
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.errors import PrivacyError
+from roundtable.engine.validation.algorithm_composition import check_algorithm
+
+PRIVATE = """[privacy]
+level = "example"
+clip_norm = 1.0
+noise_multiplier = 1.0
+delta = 1e-5
+batch_size = 4"""
+
+
+class Everywhere(ClientAlgorithm):
+    composition = Composition(levels=frozenset({"none", "example"}))
+
+
+class Hooked(Everywhere):
+    def after_gradient(self, work: GradientWork) -> None:
+        work.parameters[0].grad = None
+
+
+class Resting(Everywhere):
+    def resting(self, model: nn.Module) -> Sequence[str]:
+        return ["weight"]
+
+
+class Twofold(Everywhere):
+    def second(self, round: ClientRound) -> SecondModel | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook"), [(Hooked, "after_gradient"), (Resting, "resting"), (Twofold, "second")]
+)
+def test_what_steps_of_dp_sgd_would_pass_over_is_refused_under_example_level(
+    kind: type[ClientAlgorithm], hook: str
+) -> None:
+    plain, private = parse_job('task = "t"\nrounds = 1'), parse_job(f'task = "t"\nrounds = 1\n{PRIVATE}')
+    algorithm = kind(plain.algorithm)
+    check_algorithm(plain, algorithm)
+    with pytest.raises(PrivacyError, match=rf"its {hook}\(\) would not be asked"):
+        check_algorithm(private, algorithm)
+    check_algorithm(private, Everywhere(plain.algorithm))
+    check_algorithm(private, make_algorithm(private.algorithm))
