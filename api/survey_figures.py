@@ -21,12 +21,18 @@ def draw(answers: Sequence[Answer], path: Path) -> None:
     if not drawn:
         raise ConfigError(f"no answer of this survey has a picture; those of {', '.join(_PANELS)} have")
     figures = extras.load("matplotlib.figure", "a picture")
-    figure = figures.Figure(figsize=(6.4, 3.6 * len(drawn)), layout="constrained")
-    for number, (answer, panel) in enumerate(drawn, 1):
-        axes = figure.add_subplot(len(drawn), 1, number)
+    heights = [_height(answer) for answer, _ in drawn]
+    figure = figures.Figure(figsize=(6.4, sum(heights)), layout="constrained")
+    rows = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=heights)
+    for (answer, panel), (axes,) in zip(drawn, rows, strict=True):
         panel(axes, answer)
         axes.set_title(answer.title)
     figure.savefig(path)
+
+
+def _height(answer: Answer) -> float:
+    """Inches: a line for each term, where the panel is made of terms."""
+    return 1.1 + 0.3 * len(answer.values["terms"]) if "terms" in answer.values else 3.6
 
 
 def _histogram(axes: Any, answer: Answer) -> None:
@@ -70,7 +76,7 @@ def _coefficients(axes: Any, answer: Answer) -> None:
     )
     axes.axvline(0.0, linewidth=0.8, color="grey")
     axes.set_yticks(places, terms)
-    axes.invert_yaxis()
+    axes.set_ylim(len(terms) - 0.5, -0.5)
     axes.set_xlabel("coefficient, 95 % interval")
 
 
