@@ -1,4 +1,4 @@
-"""Pictures of a survey's answers: histograms, survival curves, and coefficients with their intervals."""
+"""Pictures of a survey's answers: histograms, survival curves, coefficients with intervals, losses."""
 
 from __future__ import annotations
 
@@ -80,9 +80,20 @@ def _coefficients(axes: Any, answer: Answer) -> None:
     axes.set_xlabel("coefficient, 95 % interval")
 
 
+def _losses(axes: Any, answer: Answer) -> None:
+    for label, key in (("grown on", "training_loss"), ("held out", "held_out_loss")):
+        if key in answer.values:
+            axes.plot(answer.values[key], label=label)
+    axes.axvline(answer.values["rounds"], linewidth=0.8, color="grey")
+    axes.set_xlabel("rounds of boosting")
+    axes.set_ylabel(answer.values["metric"])
+    axes.legend()
+
+
 _PANELS: dict[str, Callable[[Any, Answer], None]] = {
     "histogram": _histogram,
     "survival": _survival,
     "linear": _coefficients,
     "logistic": _coefficients,
+    "boosted_trees": _losses,
 }

@@ -120,6 +120,21 @@ class SurveyAnswers:
         answer = self.answers[question]
         return extras.load("pandas", "a data frame").DataFrame(list(answer.rows), columns=list(answer.header))
 
+    def save_model(self, path: AnyPath, question: int | str | None = None) -> None:
+        """Writes the trees of an answer as xgboost's JSON, which `xgboost.Booster` loads; by number from 0 or
+        title, needed where several have trees. ConfigError where there is none, or it is not clear which.
+        """
+        found = [
+            answer
+            for number, answer in enumerate(self.answers)
+            if answer.model is not None and question in (None, number, answer.title)
+        ]
+        if len(found) != 1:
+            titles = ", ".join(repr(answer.title) for answer in found)
+            which = f"{titles} have one each: say which" if found else "answers of boosted_trees have"
+            raise ConfigError(f"no single answer of this survey has a model to write; {which}")
+        Path(path).write_text(json.dumps(found[0].model, allow_nan=False), encoding="utf-8")
+
     def plot(self, path: AnyPath) -> None:
         """A picture (PNG, SVG or PDF, by the path's ending) of what has one; takes the extra plot.
 

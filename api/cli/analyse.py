@@ -26,6 +26,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--job", help="Show the answers of this analysis of a coordinator's, in the place of a FILE.")
 @click.option("--csv", "csv_file", type=_FILE, help="Write the tables of all answers into this CSV file.")
 @click.option("--figure", type=_FILE, help="Draw what has a picture into this .png, .svg or .pdf file.")
+@click.option("--model", type=_FILE, help="Write boosted trees as xgboost's JSON into this file.")
 @json_option
 @click.pass_context
 def analyse(
@@ -37,6 +38,7 @@ def analyse(
     job: str | None,
     csv_file: Path | None,
     figure: Path | None,
+    model: Path | None,
     as_json: bool,
 ) -> int:
     """Answer the questions of a survey.
@@ -65,6 +67,8 @@ def analyse(
         findings.to_csv(csv_file)
     if figure is not None:
         findings.plot(figure)
+    if model is not None:
+        findings.save_model(model)
     if as_json:
         print_json(plain(findings.to_dict()))
     else:

@@ -38,7 +38,7 @@ from roundtable.core.toml_tables import Name, as_tuple
 
 LEAST_COUNT = 5
 OPEN = "open_questions"
-_SUMS, _PUBLIC, _SEEN = "sums", "public", "seen"
+_SUMS, _PUBLIC, _SEEN, _KEPT = "sums", "public", "seen", "kept"
 
 
 class AnalysisTable(AlgorithmTable):
@@ -60,6 +60,17 @@ class AnalysisTable(AlgorithmTable):
             if key != "name" and getattr(self, key) != field.default:
                 raise ValueError(f"{key} is of training, and an analysis counts and adds up: leave it out")
         return self
+
+    @override
+    def why_masked(self) -> str:
+        for question in self.survey.questions:
+            if question.small_cells and self.least_count > 1:
+                return (
+                    f"{question.title}: without masks the coordinator sees each silo's own sums, of cells "
+                    f"with fewer rows than least_count = {self.least_count}; set secure_aggregation = "
+                    "true, or least_count = 1 where the silos allow that"
+                )
+        return ""
 
     @property
     def survey(self) -> Survey:
@@ -140,6 +151,11 @@ class AnalysisServer(ServerAlgorithm):
         self._survey = survey
 
     @override
+    def init(self, columns: int) -> Mapping[str, Tensor]:
+        size = self._survey.kept_places.size
+        return {_KEPT: torch.zeros(size)} if size else {}
+
+    @override
     def step(self, round: ServerRound) -> Moved:
         survey, silos = self._survey, int(round.present)
         public = survey.public_places.unpack(round.places[_PUBLIC])
@@ -150,11 +166,14 @@ class AnalysisServer(ServerAlgorithm):
                 "what follows would be of other people; start a new one with those that are left"
             )
         sums = survey.sum_places.decode(round.up[_SUMS], silos)
-        after = survey.step(public, sums)
+        kept = survey.kept_places
+        held = kept.unpack(round.state[_KEPT]) if kept.size else {}
+        after = survey.step({**public, **held}, sums)
         after["silos"][0] = silos
         return Moved(
             round.model,
             {_SUMS: torch.zeros_like(round.up[_SUMS]), _PUBLIC: survey.public_places.pack(after)},
+            {_KEPT: kept.pack(after)} if kept.size else {},
             told={OPEN: (float(survey.open(after)), 1)},
         )
 
@@ -171,10 +190,13 @@ def answers_of(table: AlgorithmTable, vector: Tensor) -> tuple[list[Answer], int
 
 def _fingerprint(table: DataTable) -> Tensor:
     """Of the rows as they were read: whole numbers, float32 [16]."""
-    digest = blake3()
-    for name in sorted(table.columns):
-        digest.update(name.encode()).update(table.columns[name].tobytes())
-    return torch.tensor(list(digest.digest(16)), dtype=torch.float32)
+    found = table.derived.get(_SEEN)
+    if found is None:
+        digest = blake3()
+        for name in sorted(table.columns):
+            digest.update(name.encode()).update(table.columns[name].tobytes())
+        found = table.derived[_SEEN] = list(digest.digest(16))
+    return torch.tensor(found, dtype=torch.float32)
 
 
 def _check_seen(before: Tensor | None, now: Tensor) -> None:

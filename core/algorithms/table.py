@@ -89,6 +89,10 @@ class AlgorithmTable(Table):
             )
         return self
 
+    def why_masked(self) -> str:
+        """Why a client's own update may not be seen, and what to set; empty where it may."""
+        return ""
+
     @property
     def scheduled(self) -> bool:
         """Whether the learning rate changes within a round."""

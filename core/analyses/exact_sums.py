@@ -6,6 +6,7 @@ float32 mean times the number of silos, rounded, is their sum. Under secure aggr
 are masked.
 
     count   a whole number of up to 39 bits: 3 digits
+    whole   a whole number within ± 2^51: 4 digits
     real    fixed point with 56 bits behind the point, within ± 2^34: 7 digits; rounded once, by 2^-57 at most
 
 Public numbers go down as doubles, each as three floats whose sum it is.
@@ -25,43 +26,45 @@ from torch import Tensor
 from roundtable.core.errors import AggregationError, InvalidUpdate
 
 Doubles = npt.NDArray[np.float64]
+Digits = npt.NDArray[np.int64]
 Arrays = Mapping[str, Doubles]
 Shape = tuple[int, ...]
 
 DIGIT_BITS = 13
 LARGEST_DIGIT = (1 << DIGIT_BITS) - 1
 MOST_SILOS = (1 << 23 - DIGIT_BITS) - 1
-COUNT_DIGITS, REAL_DIGITS, FRACTION_BITS = 3, 7, 56
+COUNT_DIGITS, WHOLE_DIGITS, REAL_DIGITS, FRACTION_BITS = 3, 4, 7, 56
 _OFFSET = 1 << (REAL_DIGITS * DIGIT_BITS - 1)
+_WHOLE_OFFSET = 1 << (WHOLE_DIGITS * DIGIT_BITS - 1)
 _LARGEST_REAL = float(1 << REAL_DIGITS * DIGIT_BITS - 1 - FRACTION_BITS)
 _FLOATS = 3
 
 
 @dataclass(frozen=True)
 class SumPlaces:
-    """The sums that a silo sends: shapes of arrays by name, of counts and of reals."""
+    """The sums that a silo sends: shapes of arrays by name, of counts, of reals and of whole numbers."""
 
     counts: Mapping[str, Shape] = field(default_factory=dict)
     reals: Mapping[str, Shape] = field(default_factory=dict)
+    wholes: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Values of the vector."""
-        counts, reals = (sum(map(prod, shapes.values())) for shapes in (self.counts, self.reals))
-        return COUNT_DIGITS * counts + REAL_DIGITS * reals
+        counts, reals, wholes = (
+            sum(map(prod, shapes.values())) for shapes in (self.counts, self.reals, self.wholes)
+        )
+        return COUNT_DIGITS * counts + REAL_DIGITS * reals + WHOLE_DIGITS * wholes
 
     def encode(self, sums: Arrays) -> Tensor:
         """The digits of one silo's sums, float32 [size]; what is not among them is 0.
 
         InvalidUpdate for a sum that is not finite or beyond the range, with its name.
         """
+        parts = [
+            _cut(sums.get(name), prod(shape), COUNT_DIGITS, 0, name) for name, shape in self.counts.items()
+        ]
         integers: list[int] = []
-        digits: list[int] = []
-        for name, shape in self.counts.items():
-            integers.extend(int(value) for value in sums[name].flat) if name in sums else integers.extend(
-                [0] * prod(shape)
-            )
-            digits += [COUNT_DIGITS] * prod(shape)
         for name, shape in self.reals.items():
             values = sums[name].ravel() if name in sums else np.zeros(prod(shape))
             if not (np.abs(values) < _LARGEST_REAL).all():
@@ -71,13 +74,15 @@ class SumPlaces:
                     "least and most are too narrow, or the analysis does not converge",
                 )
             integers.extend(round(ldexp(float(value), FRACTION_BITS)) + _OFFSET for value in values)
-            digits += [REAL_DIGITS] * prod(shape)
         cut = [
             number >> place * DIGIT_BITS & LARGEST_DIGIT
-            for number, count in zip(integers, digits, strict=True)
-            for place in range(count)
+            for number in integers
+            for place in range(REAL_DIGITS)
         ]
-        return torch.tensor(cut, dtype=torch.float32)
+        parts.append(np.array(cut, dtype=np.float32))
+        for name, shape in self.wholes.items():
+            parts.append(_cut(sums.get(name), prod(shape), WHOLE_DIGITS, _WHOLE_OFFSET, name))
+        return torch.from_numpy(np.concatenate(parts))
 
     def decode(self, mean: Tensor, silos: int) -> dict[str, Doubles]:
         """The sums over so many silos, of the mean of their digits [size]. AggregationError for what no
@@ -92,24 +97,46 @@ class SumPlaces:
                 "the sums of the round are none that its silos' digits can have: one of them sent something "
                 "else than an answer to the analysis"
             )
-        digits = totals.astype(np.int64).tolist()
+        digits = totals.astype(np.int64)
         sums, start = {}, 0
         for name, shape in self.counts.items():
-            whole, start = _joined(digits, start, prod(shape), COUNT_DIGITS)
-            sums[name] = np.array(whole, dtype=np.float64).reshape(shape)
+            sums[name], start = _added(digits, start, shape, COUNT_DIGITS, 0)
         for name, shape in self.reals.items():
             whole, start = _joined(digits, start, prod(shape), REAL_DIGITS)
             # Python divides integers with one rounding.
             values = [(number - silos * _OFFSET) / (1 << FRACTION_BITS) for number in whole]
             sums[name] = np.array(values, dtype=np.float64).reshape(shape)
+        for name, shape in self.wholes.items():
+            sums[name], start = _added(digits, start, shape, WHOLE_DIGITS, silos * _WHOLE_OFFSET)
         return sums
 
 
-def _joined(digits: list[int], start: int, count: int, width: int) -> tuple[list[int], int]:
+def _cut(values: Doubles | None, count: int, width: int, offset: int, name: str) -> npt.NDArray[np.float32]:
+    """The digits of whole numbers, float32 [count · width]; all are 0 where there are no numbers."""
+    if values is None:
+        numbers = np.full(count, offset, dtype=np.int64)
+    elif not (np.abs(values) < (offset or 1 << width * DIGIT_BITS)).all():
+        raise InvalidUpdate("range", f"the sum {name!r} of an analysis is beyond what its digits hold")
+    else:
+        numbers = values.ravel().astype(np.int64) + offset
+    cut = np.empty((count, width), dtype=np.float32)
+    for place in range(width):
+        cut[:, place] = numbers >> place * DIGIT_BITS & LARGEST_DIGIT
+    return cut.ravel()
+
+
+def _added(digits: Digits, start: int, shape: Shape, width: int, offset: int) -> tuple[Doubles, int]:
+    """The whole numbers whose added digits begin there, and where they end."""
+    stop = start + prod(shape) * width
+    numbers = (digits[start:stop].reshape(-1, width) << np.arange(width) * DIGIT_BITS).sum(axis=1) - offset
+    return numbers.astype(np.float64).reshape(shape), stop
+
+
+def _joined(digits: Digits, start: int, count: int, width: int) -> tuple[list[int], int]:
     stop = start + count * width
     numbers = [
-        sum(digit << place * DIGIT_BITS for place, digit in enumerate(digits[at : at + width]))
-        for at in range(start, stop, width)
+        sum(digit << place * DIGIT_BITS for place, digit in enumerate(each))
+        for each in digits[start:stop].reshape(-1, width).tolist()
     ]
     return numbers, stop
 

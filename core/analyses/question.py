@@ -35,7 +35,8 @@ TOO_FEW, SINGULAR, SEPARATED, NO_LIMIT, SATURATED = 1, 2, 3, 4, 5
 class Answer:
     """An answer in full precision: `values` by name, for programs; `header` and `rows` for people.
 
-    `why` says why there is none; `hidden` how many cells were left out for being below the least count.
+    `why` says why there is none; `hidden` how many cells were left out for being below the least count;
+    `model` is a model for another library, as values that JSON has.
     """
 
     title: str
@@ -46,16 +47,19 @@ class Answer:
     why: str = ""
     hidden: int = 0
     notes: Sequence[str] = ()
+    model: Mapping[str, Any] | None = None
 
 
 class Question:
     """One question of a survey; subclasses say how it is answered.
 
     `columns` are the descriptions of the study's columns; `least` is the least count of a cell.
+    `small_cells`: a silo's own sums are of cells that hold few rows by their nature.
     """
 
     ask: ClassVar[str] = ""
     most_rounds: ClassVar[int] = 1
+    small_cells: ClassVar[bool] = False
 
     def __init__(self, columns: Mapping[str, ColumnTable], least: int, title: str) -> None:
         self.columns = columns
@@ -83,16 +87,32 @@ class Question:
         return {}
 
     @property
+    def wholes(self) -> Mapping[str, Shape]:
+        """The shapes of the sums of whole numbers, of either sign, that a silo sends."""
+        return {}
+
+    @property
     def public(self) -> Mapping[str, Shape]:
         """The shapes of its public numbers, without the stage."""
         raise NotImplementedError
+
+    @property
+    def kept(self) -> Mapping[str, Shape]:
+        """The shapes of numbers that the coordinator keeps for itself from round to round; 0 at first."""
+        return {}
+
+    @property
+    def rounds(self) -> int:
+        """The most rounds that it takes."""
+        return self.most_rounds
 
     def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
         """A silo's sums of this stage."""
         raise NotImplementedError
 
     def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
-        """The public numbers that change, `stage` among them, from the sums over all silos."""
+        """The public and kept numbers that change, `stage` among them, from the sums over all silos; `public`
+        has the kept ones, too."""
         raise NotImplementedError
 
     def answer(self, public: Arrays) -> Answer:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from roundtable.core.analyses.boosted_trees.trees_table import BoostedTreesTable
 from roundtable.core.analyses.correlations import Correlation
 from roundtable.core.analyses.counted_cells import ColumnHistogram, Contingency
 from roundtable.core.analyses.logistic_regression import Logistic
@@ -188,6 +189,7 @@ AnyQuestion = Annotated[
     | AnovaTable
     | LinearTable
     | LogisticTable
-    | SurvivalTable,
+    | SurvivalTable
+    | BoostedTreesTable,
     Field(discriminator="ask"),
 ]

@@ -44,7 +44,7 @@ class Survey:
     @property
     def rounds(self) -> int:
         """The most rounds that it takes."""
-        return max(question.most_rounds for question in self.questions)
+        return max(question.rounds for question in self.questions)
 
     @property
     def needed(self) -> dict[str, ColumnTable]:
@@ -57,10 +57,12 @@ class Survey:
         """Where the sums of each question are."""
         counts: dict[str, Shape] = {}
         reals: dict[str, Shape] = {}
+        wholes: dict[str, Shape] = {}
         for number, question in enumerate(self.questions):
             counts |= {f"{number}.{name}": shape for name, shape in question.counts.items()}
             reals |= {f"{number}.{name}": shape for name, shape in question.reals.items()}
-        return SumPlaces(counts, reals)
+            wholes |= {f"{number}.{name}": shape for name, shape in question.wholes.items()}
+        return SumPlaces(counts, reals, wholes)
 
     @property
     def public_places(self) -> PublicPlaces:
@@ -69,6 +71,14 @@ class Survey:
         for number, question in enumerate(self.questions):
             shapes[f"{number}.stage"] = (1,)
             shapes |= {f"{number}.{name}": shape for name, shape in question.public.items()}
+        return PublicPlaces(shapes)
+
+    @property
+    def kept_places(self) -> PublicPlaces:
+        """Where the numbers are that the coordinator keeps for itself."""
+        shapes: dict[str, Shape] = {}
+        for number, question in enumerate(self.questions):
+            shapes |= {f"{number}.{name}": shape for name, shape in question.kept.items()}
         return PublicPlaces(shapes)
 
     def sums(self, table: DataTable, public: Mapping[str, Doubles]) -> dict[str, Doubles]:
@@ -83,7 +93,7 @@ class Survey:
         return found
 
     def step(self, public: Mapping[str, Doubles], sums: Mapping[str, Doubles]) -> dict[str, Doubles]:
-        """The next public numbers."""
+        """The next public and kept numbers; `public` has both."""
         after = {name: values.copy() for name, values in public.items()}
         for number, question in enumerate(self.questions):
             own = _own(public, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ _ALWAYS_MISSING = frozenset(("", "nan", "na", "null", "none"))
 class DataTable:
     """Columns of equal length, float64 [rows], NaN where a value is missing.
 
-    A category's value is its place among the `values` of its description.
+    A category's value is its place among the `values` of its description. `derived` is what somebody has
+    worked out of these rows and may use again; whoever looks must be able to do without.
     """
 
     columns: Mapping[str, Values]
     descriptions: Mapping[str, ColumnTable]
+    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()))) if self.columns else 0

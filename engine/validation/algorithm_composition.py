@@ -86,9 +86,12 @@ def _check_round(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
 
 
 def check_exact(job: JobConfig, said: str) -> None:
-    """Raises ConfigError where digits would be rounded, clipped, left out, or added up over other clients."""
+    """Raises ConfigError where digits would be rounded, clipped, left out, or added up over other clients,
+    PrivacyError where they may only be seen as a sum."""
     cohort, table, transfer = job.cohort, job.aggregation.validation, job.transfer
     masking = masking_of(job.privacy)
+    if masking is None and (why := job.algorithm.why_masked()):
+        raise PrivacyError(why)
     fixed = cohort.size is not None and cohort.minimum == cohort.size
     plain = transfer.up == "float32" and transfer.down == "float32"
     wanted = [

@@ -68,9 +68,22 @@ at = [0.5]
 """
 
 
-def write(folder: Path) -> Path:
+TREES = """
+[[questions]]
+name = "trees"
+ask = "boosted_trees"
+outcome = "ill"
+on = ["age"]
+rounds = 3
+max_depth = 3
+bins = 8
+held_out = 0.2
+"""
+
+
+def write(folder: Path, asked: str = SURVEY) -> Path:
     """A survey beside the three silos' files."""
-    lines = [SURVEY, "[silos]"]
+    lines = [asked, "[silos]"]
     for number, name in enumerate(NAMES):
         draw = np.random.default_rng(number)
         age = draw.integers(20, 90, 40)
@@ -137,6 +150,33 @@ async def test_silos_answer_as_local_files_do_and_write_down_what_left(
     assert [entry.detail["round"] for entry in left] == [*range(1, found["rounds"] + 1)]
     assert left[0].detail["masked"] is True
     assert [asked["ask"] for asked in left[0].detail["questions"]] == ["describe", "logistic", "quantiles"]
+
+
+async def test_trees_of_real_silos_are_those_of_local_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Masked over a coordinator, masked here and in the clear here: the same bits of the same model."""
+    survey = write(tmp_path, SURVEY[: SURVEY.index("[[questions]]")] + TREES)
+    with pytest.raises(PrivacyError, match="trees: without masks the coordinator sees each silo's own sums"):
+        analyse(survey, overrides={"secure_aggregation": False})
+    wanted = tmp_path / "here.json"
+    found = [
+        analyse(survey, overrides={"secure_aggregation": masked, "least_count": 1})
+        for masked in (True, False)
+    ]
+    found[0].save_model(wanted)
+    assert found[1].answers[0].model == found[0].answers[0].model
+    async with federation_of(tmp_path, "") as (address, folder):
+        config = (with_table((address, folder), name, least_count=1) for name in NAMES)
+        model = tmp_path / "model.json"
+        command = ["analyse", str(survey), "--set", "least_count=1", "--model", str(model)]
+        command += ["--coordinator", address, "--credentials", str(folder / "operator")]
+        async with agents(*config):
+            await asyncio.to_thread(wait_for_silos, address, folder)
+            code = await asyncio.to_thread(run_command, command)
+            assert code == 0, capsys.readouterr().err
+    assert model.read_bytes() == wanted.read_bytes()
+    assert len(json.loads(model.read_bytes())["learner"]["gradient_booster"]["model"]["trees"]) == 3
 
 
 def test_what_a_silo_objects_to(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from roundtable.core.tables.table_description import ColumnTable
 
 REALS = st.floats(-(2.0**33), 2.0**33, allow_subnormal=False)
 PLACES = SumPlaces({"rows": (1,)}, {"sums": (2,)})
+WHOLES = SumPlaces({"rows": (1,)}, {}, {"grains": (2,)})
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**39 - 1), REALS, REALS), min_size=1, max_size=40))
@@ -34,6 +35,14 @@ def test_sums_over_silos_are_those_of_fractions(silos: list[tuple[int, float, fl
         assert found["sums"][place] == float(cut)
 
 
+@given(st.lists(st.tuples(*[st.integers(-(2**51) + 1, 2**51 - 1)] * 2), min_size=1, max_size=40))
+def test_whole_numbers_of_either_sign_add_up(silos: list[tuple[int, int]]) -> None:
+    parts = [WHOLES.encode({"grains": np.array(silo, dtype=np.float64)}) for silo in silos]
+    found = WHOLES.decode(torch.stack(parts).double().mean(dim=0).float(), len(silos))
+    assert found["grains"].tolist() == [float(sum(silo[place] for silo in silos)) for place in (0, 1)]
+    assert found["rows"].tolist() == [0.0]
+
+
 def test_as_many_silos_as_are_allowed_add_up_to_the_last_bit() -> None:
     largest = PLACES.encode(
         {"rows": np.array([2.0**39 - 1]), "sums": np.array([2.0**34 - 1, -(2.0**34) + 1])}
@@ -47,6 +56,9 @@ def test_what_does_not_fit_is_named() -> None:
     for value in (2.0**34, np.inf, np.nan):
         with pytest.raises(InvalidUpdate, match="'sums'"):
             PLACES.encode({"sums": np.array([0.0, value])})
+    for value in (2.0**51, np.nan):
+        with pytest.raises(InvalidUpdate, match="'grains'"):
+            WHOLES.encode({"grains": np.array([0.0, value])})
     for mean in (torch.full((PLACES.size,), -1.0), torch.full((PLACES.size,), 8192.0)):
         with pytest.raises(AggregationError, match="none that its silos' digits can have"):
             PLACES.decode(mean, 3)

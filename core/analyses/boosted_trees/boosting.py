@@ -1,0 +1,395 @@
+"""The question of gradient-boosted trees: counts, bins, then trees, a few nodes a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from roundtable.core.analyses.boosted_trees.bin_cuts import (
+    SKETCH_ROUNDS,
+    TOP,
+    cells_for,
+    count_cells,
+    even_cuts,
+    even_edges,
+    given_cuts,
+    quantile_cuts,
+    refined,
+)
+from roundtable.core.analyses.boosted_trees.boosted_rows import BoostedRows, binned, remembered
+from roundtable.core.analyses.boosted_trees.boosting_objectives import (
+    GRAIN,
+    Boosting,
+    LogisticLoss,
+    SoftmaxLoss,
+    SquaredError,
+)
+from roundtable.core.analyses.boosted_trees.row_kernels import CHANNELS, Whole
+from roundtable.core.analyses.boosted_trees.split_choice import Growth
+from roundtable.core.analyses.boosted_trees.tree_growing import Grower
+from roundtable.core.analyses.boosted_trees.xgboost_model import importance_of, xgboost_model
+from roundtable.core.analyses.exact_sums import COUNT_DIGITS, WHOLE_DIGITS, Arrays, Doubles, Shape
+from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question
+from roundtable.core.tables.table_description import ColumnTable
+from roundtable.core.tables.table_reading import DataTable
+
+GROWING, LAST_LOSS = 100, 101
+_VALUES_A_ROUND = 1 << 20
+_MOST_SLOTS = 16
+_HALF = 0.5
+
+
+@dataclass(frozen=True)
+class BoostingPlan:
+    """What a study asks of boosted trees, beside outcome and features. `edges`: of a column, its cuts."""
+
+    rounds: int
+    growth: Growth
+    bins: int = 64
+    cuts: str = "quantiles"
+    edges: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    held_out: float = 0.0
+    patience: int = 0
+    base_score: float | None = None
+    seed: int = 0
+
+
+class BoostedTrees(Question):
+    """Gradient-boosted trees of an outcome: squared error of a number, logistic loss of a category of two
+    values, multinomial loss of one of more. Rows without an outcome are left out."""
+
+    ask: ClassVar[str] = "boosted_trees"
+    small_cells: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        columns: Mapping[str, ColumnTable],
+        least: int,
+        title: str,
+        outcome: str,
+        on: tuple[str, ...],
+        plan: BoostingPlan,
+    ) -> None:
+        super().__init__(columns, least, title)
+        self.outcome = outcome
+        self.on = on
+        self.plan = plan
+        self.objective = self._objective()
+        self.known = {name: cuts for name in on if (cuts := self._known_cuts(name)) is not None}
+        self.sketched = [name for name in on if name not in self.known]
+        widths = [len(self.known[name]) if name in self.known else plan.bins for name in on]
+        self.offsets: Whole = np.concatenate([[0], np.cumsum(np.array(widths) + 1)]).astype(np.int64)
+        each = int(self.offsets[-1]) * (COUNT_DIGITS + WHOLE_DIGITS * self._channels)
+        most = self.objective.outputs * 2 ** max(0, plan.growth.max_depth - 2)
+        slots = max(1, min(most, _MOST_SLOTS * self.objective.outputs, _VALUES_A_ROUND // each))
+        scale = np.array([self.objective.unit / GRAIN, 1 / GRAIN, 1.0])
+        self.grower = Grower(
+            self.offsets, plan.growth, least, plan.rounds, self.objective.outputs, slots, scale
+        )
+
+    def _objective(self) -> Boosting:
+        if self.described(self.outcome).kind == "number":
+            return SquaredError.of(self.number(self.outcome).half)
+        values = len(self.category(self.outcome).values)
+        if values == 2:
+            return LogisticLoss(classes=2)
+        return SoftmaxLoss(outputs=values, classes=values)
+
+    def _known_cuts(self, name: str) -> Doubles | None:
+        if self.described(name).kind == "category":
+            kinds = len(self.category(name).values)
+            return np.array([*np.arange(1.0, kinds), TOP])
+        column = self.number(name)
+        least, most = column.middle - column.half, column.middle + column.half
+        if name in self.plan.edges:
+            return given_cuts(self.plan.edges[name], most)
+        return even_cuts(least, most, self.plan.bins) if self.plan.cuts == "equal" else None
+
+    @property
+    def _channels(self) -> int:
+        """Of a histogram, beside the rows."""
+        return 1 if self.objective.constant_hessian else 2
+
+    @property
+    def _cells(self) -> int:
+        return cells_for(self.plan.bins)
+
+    @property
+    def _first_stages(self) -> int:
+        """Rounds between the counts and the trees."""
+        if self.sketched:
+            return SKETCH_ROUNDS
+        return int(self.plan.base_score is None and self.objective.classes == 1)
+
+    @property
+    @override
+    def rounds(self) -> int:
+        return 2 + self._first_stages + self.plan.rounds * self.grower.rounds
+
+    @property
+    @override
+    def names(self) -> tuple[str, ...]:
+        return (self.outcome, *self.on)
+
+    @property
+    @override
+    def told(self) -> tuple[str, ...]:
+        return (self.outcome,)
+
+    @property
+    @override
+    def counts(self) -> Mapping[str, Shape]:
+        found: dict[str, Shape] = {
+            "rows": (self.objective.classes,),
+            "held": (1,),
+            "histogram_rows": (self.grower.slots, int(self.offsets[-1])),
+        }
+        return found | ({"cells": (len(self.sketched), self._cells)} if self.sketched else {})
+
+    @property
+    @override
+    def reals(self) -> Mapping[str, Shape]:
+        return {"first": (1,), "losses": (2,)}
+
+    @property
+    @override
+    def wholes(self) -> Mapping[str, Shape]:
+        return {"histograms": (self.grower.slots, int(self.offsets[-1]), self._channels)}
+
+    @property
+    def _cut_places(self) -> int:
+        widest = int(np.diff(self.offsets).max()) - 1
+        return max(widest, self._cells + 1) if self.sketched else widest
+
+    @property
+    @override
+    def public(self) -> Mapping[str, Shape]:
+        return {
+            "rows": (self.objective.classes,),
+            "held": (1,),
+            "cuts": (len(self.on), self._cut_places),
+            "base": (1,),
+            "losses": (self.plan.rounds + 1, 2),
+            "best": (1,),
+            **self.grower.public,
+        }
+
+    @property
+    @override
+    def kept(self) -> Mapping[str, Shape]:
+        return self.grower.kept
+
+    def _rows_of(self, table: DataTable) -> dict[str, Any]:
+        """The rows with an outcome: features and outcome as float32, and which of them are held out."""
+        key = ("boosted rows", self.title, self.outcome, self.on, self.plan.held_out, self.plan.seed)
+
+        def make() -> dict[str, Any]:
+            outcome = table.column(self.outcome)
+            whole = ~np.isnan(outcome)
+            draws = np.random.default_rng(self.plan.seed).random(len(outcome))
+            return {
+                "features": table.matrix(self.on)[whole].astype(np.float32),
+                "outcome": outcome[whole].astype(np.float32),
+                "held": (draws < self.plan.held_out)[whole],
+            }
+
+        found: dict[str, Any] = remembered(table.derived, key, make)
+        return found
+
+    @override
+    def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
+        rows = self._rows_of(table)
+        outcome, held = rows["outcome"], rows["held"]
+        if stage == 0:
+            classes = (
+                outcome[~held].astype(np.int64)
+                if self.objective.classes > 1
+                else np.zeros(int((~held).sum()), dtype=np.int64)
+            )
+            counted = np.bincount(classes, minlength=self.objective.classes).astype(np.float64)
+            return {"rows": counted, "held": np.array([float(held.sum())])}
+        if stage < GROWING:
+            return self._first_sums(rows, public, stage)
+        state = self._state(table, rows, public)
+        losses = np.array([self.objective.loss(state.margins[part], outcome[part]) for part in (~held, held)])
+        if stage == LAST_LOSS:
+            return {"losses": losses}
+        asked = public["asked"].astype(np.int64)
+        sums = self._histograms(state, held, asked)
+        return sums | ({"losses": losses} if (asked == 0).any() else {})
+
+    def _first_sums(self, rows: dict[str, Any], public: Arrays, stage: int) -> dict[str, Doubles]:
+        train = ~rows["held"]
+        found = {}
+        if self.sketched:
+            cells = np.zeros((len(self.sketched), self._cells))
+            for place, name in enumerate(self.sketched):
+                feature = self.on.index(name)
+                edges = public["cuts"][feature, : self._cells + 1]
+                cells[place] = count_cells(rows["features"][train, feature], edges)
+            found["cells"] = cells
+        if stage == 1 and self.objective.classes == 1:
+            column = self.number(self.outcome)
+            away = rows["outcome"][train].astype(np.float64) - column.middle
+            found["first"] = np.array([(away / column.half).sum()])
+        return found
+
+    def _state(self, table: DataTable, rows: dict[str, Any], public: Arrays) -> BoostedRows:
+        cuts, base = public["cuts"], float(public["base"][0])
+        bins = remembered(
+            table.derived,
+            ("bins", self.on, self.title, cuts.tobytes()),
+            lambda: binned(rows["features"], cuts, self.offsets),
+        )
+        done, split, weight = int(public["done"][0]), public["split"], public["weight"]
+        key = ("boosted", self.title)
+        state = table.derived.get(key)
+        if not (
+            isinstance(state, BoostedRows)
+            and state.rows is bins
+            and state.outcome is rows["outcome"]
+            and state.objective == self.objective
+            and state.follows(done, split, weight)
+        ):
+            rate = self.plan.growth.learning_rate
+            state = BoostedRows.of(bins, rows["outcome"], self.objective, rate, base)
+        state.advance(done, split, weight)
+        table.derived[key] = state
+        return state
+
+    def _histograms(self, state: BoostedRows, held: Any, asked: Whole) -> dict[str, Doubles]:
+        width, nodes = int(self.offsets[-1]), self.grower.nodes
+        found = np.zeros((self.grower.slots, width, CHANNELS))
+        for output in range(self.objective.outputs):
+            slots = np.flatnonzero((asked >= 0) & (asked // nodes == output))
+            if slots.size:
+                where = np.where(held, np.int32(nodes), state.nodes[output])
+                found[slots] = state.rows.histograms(where, asked[slots] % nodes, state.pairs[output])
+        return {"histogram_rows": found[..., 2], "histograms": found[..., : self._channels]}
+
+    @override
+    def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
+        if stage == 0:
+            return self._begin(sums)
+        if stage < GROWING:
+            return self._first_step(public, sums, stage)
+        if stage == LAST_LOSS:
+            after = self._with_losses(public, sums)
+            return {**after, "stage": DONE}
+        changed = self._with_losses(public, sums) if (public["asked"] == 0).any() else {}
+        if changed and self._stalled(changed["losses"], int(public["done"][0])):
+            return {**changed, "stage": DONE, "asked": -1.0}
+        rows = sums["histogram_rows"]
+        channels = [sums["histograms"][..., 0]]
+        channels.append(rows * GRAIN if self._channels == 1 else sums["histograms"][..., 1])
+        grown = self.grower.step(public, np.stack([*channels, rows], axis=-1))
+        done = int(np.ravel(grown.get("done", public["done"]))[0])
+        return {**changed, **grown, "stage": LAST_LOSS if done == self.plan.rounds else GROWING}
+
+    def _begin(self, sums: Arrays) -> dict[str, Any]:
+        counted, held = sums["rows"], sums["held"]
+        least = max(self.least, 1)
+        few = (counted < least).any() or (self.plan.held_out > 0 and held[0] < least)
+        found: dict[str, Any] = {"rows": self.hide(counted), "held": self.hide(held)}
+        if few:
+            return {**found, "stage": -float(TOO_FEW)}
+        cuts = np.full((len(self.on), self._cut_places), TOP)
+        for feature, name in enumerate(self.on):
+            if name in self.known:
+                cuts[feature, : len(self.known[name])] = self.known[name]
+            else:
+                column = self.number(name)
+                low, high = column.middle - column.half, column.middle + column.half
+                cuts[feature, : self._cells + 1] = even_edges(low, high, self._cells)
+        found["cuts"] = cuts
+        found["base"] = _HALF if self.plan.base_score is None else self.plan.base_score
+        if self.plan.base_score is None and self.objective.classes == 2:
+            found["base"] = _short(float(counted[1] / counted.sum()))
+        return {**found, **self._go_on(1)}
+
+    def _go_on(self, stage: int) -> dict[str, Any]:
+        if stage <= self._first_stages:
+            return {"stage": float(stage)}
+        return {"stage": float(GROWING), **self.grower.start()}
+
+    def _first_step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if stage == 1 and self.objective.classes == 1 and self.plan.base_score is None:
+            column = self.number(self.outcome)
+            mean = column.middle + column.half * sums["first"][0] / public["rows"].sum()
+            found["base"] = _short(float(mean))
+        if self.sketched:
+            cuts = public["cuts"].copy()
+            for place, name in enumerate(self.sketched):
+                feature = self.on.index(name)
+                edges, counted = cuts[feature, : self._cells + 1].copy(), sums["cells"][place]
+                if stage < SKETCH_ROUNDS:
+                    cuts[feature, : self._cells + 1] = refined(edges, counted, self.least)
+                else:
+                    own = quantile_cuts(edges, counted, self.least, self.plan.bins)
+                    cuts[feature] = TOP
+                    cuts[feature, : len(own)] = own
+            found["cuts"] = cuts
+        return {**found, **self._go_on(stage + 1)}
+
+    def _with_losses(self, public: Arrays, sums: Arrays) -> dict[str, Any]:
+        done = int(public["done"][0])
+        losses = public["losses"].copy()
+        rows = np.array([public["rows"].sum(), max(0.0, public["held"][0])])
+        losses[done] = self.objective.told(sums["losses"], rows)
+        best = done
+        if self.plan.patience and done:
+            # As xgboost counts: what it was before the first tree cannot be the best.
+            best = 1 + int(losses[1 : done + 1, 1].argmin())
+        return {"losses": losses, "best": float(best)}
+
+    def _stalled(self, losses: Doubles, done: int) -> bool:
+        """Whether the held-out loss has been no lower for as many trees as the study waits."""
+        if not self.plan.patience:
+            return False
+        seen = losses[1 : done + 1, 1]
+        return seen.size > 0 and seen.size - 1 - int(seen.argmin()) >= self.plan.patience
+
+    @override
+    def answer(self, public: Arrays) -> Answer:
+        times = int(public["best"][0])
+        model = xgboost_model(self.on, self.objective, self.plan.growth.learning_rate, public, times)
+        importance = importance_of(self.on, public, times * self.objective.outputs)
+        losses = public["losses"]
+        counted = public["rows"]
+        values: dict[str, Any] = {
+            "n": int(counted.sum()),
+            "rounds": times,
+            "objective": self.objective.name,
+            "metric": self.objective.metric,
+            "base_score": float(public["base"][0]),
+            "training_loss": losses[: int(public["done"][0]) + 1, 0].tolist(),
+            "importance": importance,
+            "features": list(self.on),
+        }
+        last = losses[times]
+        notes = [
+            f"{int(counted.sum())} rows; {times * self.objective.outputs} trees of {self.objective.name}; "
+            f"{self.objective.metric} {losses[0, 0]:.6g} before them, {last[0]:.6g} with them"
+        ]
+        if self.plan.held_out:
+            values["n_held_out"] = int(public["held"][0])
+            values["held_out_loss"] = losses[: int(public["done"][0]) + 1, 1].tolist()
+            notes.append(
+                f"{self.objective.metric} {last[1]:.6g} on {int(public['held'][0])} rows that were held out"
+            )
+        header = ["feature", "splits", "gain", "cover", "total gain"]
+        rows = [
+            [name, own["weight"], own["gain"], own["cover"], own["total_gain"]]
+            for name, own in sorted(importance.items(), key=lambda item: -item[1]["total_gain"])
+        ]
+        return Answer(self.title, self.ask, header, rows, values, notes=notes, model=model)
+
+
+def _short(value: float) -> float:
+    """A float32 that nine digits tell, as versions of xgboost read no more."""
+    return float(np.float32(f"{np.float32(value):.8e}"))

@@ -1,0 +1,153 @@
+"""What trees are boosted towards: gradient and Hessian of each row's loss, as xgboost computes them.
+
+They are float32, and enter sums as whole multiples of 2^-24 (a gradient of the objective's unit): the trees
+then depend neither on how rows are split between silos nor on their order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from roundtable.core.analyses.boosted_trees.row_kernels import PAIR
+from roundtable.core.analyses.exact_sums import Doubles
+from roundtable.core.errors import InvalidUpdate
+
+Singles = npt.NDArray[np.float32]
+GRAIN = float(1 << 24)
+_LEAST_HESSIAN = np.float32(1e-16)
+
+
+@dataclass(frozen=True)
+class Boosting:
+    """Squared error of a number. `outputs` trees are grown a round, `unit` is a power of two, the scale of
+    gradients; `classes` of the outcome whose rows are counted, 1 for a number."""
+
+    outputs: int = 1
+    unit: float = 1.0
+    classes: int = 1
+
+    name: ClassVar[str] = "reg:squarederror"
+    metric: ClassVar[str] = "rmse"
+    constant_hessian: ClassVar[bool] = True
+
+    def margin(self, base: float) -> np.float32:
+        """The margin before the first tree."""
+        return np.float32(base)
+
+    def gradients(self, margins: Singles, outcome: Singles) -> tuple[Singles, Singles]:
+        """Gradient and Hessian of each row and output, [rows, outputs]."""
+        return margins - outcome[:, None], np.ones_like(margins)
+
+    def loss(self, margins: Singles, outcome: Singles) -> float:
+        """The sum over rows of what `told` makes the metric of."""
+        away = (margins[:, 0].astype(np.float64) - outcome) / self.unit
+        return float((away**2).sum())
+
+    def told(self, loss: Doubles, rows: Doubles) -> Doubles:
+        """The metric of losses over so many rows; 0 where there is none."""
+        return self.unit * np.sqrt(loss / np.maximum(rows, 1))
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The objective's own part of xgboost's JSON."""
+        return {"reg_loss_param": {"scale_pos_weight": "1"}}
+
+    @property
+    def num_class(self) -> int:
+        """As xgboost's JSON has it."""
+        return 0
+
+    def pairs(self, margins: Singles, outcome: Singles) -> npt.NDArray[np.void]:
+        """Gradient and Hessian as whole numbers, `PAIR` [outputs, rows]. InvalidUpdate for one beyond what
+        sums hold."""
+        gradient, hessian = self.gradients(margins, outcome)
+        found = np.empty(gradient.T.shape, dtype=PAIR)
+        for name, values, unit in (("gradient", gradient, self.unit), ("hessian", hessian, 1.0)):
+            whole = np.rint(values.T.astype(np.float64) * (GRAIN / unit))
+            if not (np.abs(whole) < 1 << 31).all():
+                raise InvalidUpdate(
+                    "range",
+                    f"a {name} of boosted trees is beyond ± {(1 << 31) / GRAIN * unit:g}: the boosting "
+                    "does not converge, or the outcome's least and most are too narrow",
+                )
+            found[name] = whole
+        return found
+
+
+class SquaredError(Boosting):
+    """Squared error, its gradients scaled by half of the outcome's range."""
+
+    @classmethod
+    def of(cls, half: float) -> SquaredError:
+        """For an outcome whose range is twice `half` wide."""
+        return cls(unit=2.0 ** math.ceil(math.log2(half)))
+
+
+class LogisticLoss(Boosting):
+    """Logistic loss of a category of two values, the second against the first."""
+
+    name: ClassVar[str] = "binary:logistic"
+    metric: ClassVar[str] = "logloss"
+    constant_hessian: ClassVar[bool] = False
+
+    @override
+    def margin(self, base: float) -> np.float32:
+        one = np.float32(1.0)
+        return np.float32(-np.log(one / np.float32(base) - one))
+
+    @override
+    def gradients(self, margins: Singles, outcome: Singles) -> tuple[Singles, Singles]:
+        one = np.float32(1.0)
+        chance = one / (one + np.exp(np.minimum(-margins, np.float32(88.7))))
+        return chance - outcome[:, None], np.maximum(chance * (one - chance), _LEAST_HESSIAN)
+
+    @override
+    def loss(self, margins: Singles, outcome: Singles) -> float:
+        linear = margins[:, 0].astype(np.float64)
+        return float((np.logaddexp(0.0, linear) - outcome * linear).sum())
+
+    @override
+    def told(self, loss: Doubles, rows: Doubles) -> Doubles:
+        return loss / np.maximum(rows, 1)
+
+
+class SoftmaxLoss(LogisticLoss):
+    """Multinomial loss of a category: a tree for each of its values."""
+
+    name: ClassVar[str] = "multi:softprob"
+    metric: ClassVar[str] = "mlogloss"
+
+    @override
+    def margin(self, base: float) -> np.float32:
+        return np.float32(base)
+
+    @override
+    def gradients(self, margins: Singles, outcome: Singles) -> tuple[Singles, Singles]:
+        one, two = np.float32(1.0), np.float32(2.0)
+        raised = np.exp(margins - margins.max(axis=1, keepdims=True))
+        chance = raised / raised.sum(axis=1, dtype=np.float64, keepdims=True).astype(np.float32)
+        own = (outcome[:, None] == np.arange(self.outputs)).astype(np.float32)
+        return chance - own, np.maximum(two * chance * (one - chance), _LEAST_HESSIAN)
+
+    @override
+    def loss(self, margins: Singles, outcome: Singles) -> float:
+        linear = margins.astype(np.float64)
+        linear -= linear.max(axis=1, keepdims=True)
+        own = linear[np.arange(len(linear)), outcome.astype(np.int64)]
+        return float((np.log(np.exp(linear).sum(axis=1)) - own).sum())
+
+    @property
+    @override
+    def parameters(self) -> dict[str, Any]:
+        return {"softmax_multiclass_param": {"num_class": str(self.outputs)}}
+
+    @property
+    @override
+    def num_class(self) -> int:
+        return self.outputs

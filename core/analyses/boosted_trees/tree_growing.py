@@ -1,0 +1,208 @@
+"""How the coordinator grows trees out of summed histograms, round by round.
+
+A round asks for the histograms of some nodes, of two siblings only for the one with fewer rows: the other's
+is their parent's less it. Nodes are kept as a heap: the children of n are 2n + 1 and 2n + 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from roundtable.core.analyses.boosted_trees.row_kernels import CHANNELS, Whole
+from roundtable.core.analyses.boosted_trees.split_choice import FAR, Growth, NodeSplit, NodeSplits
+from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
+
+NONE = -1.0
+MOST_CUTS = 4096
+
+
+def split_code(feature: int, cut: int, missing_left: bool) -> float:
+    """A split as one number, from 0 on; `cut` from −1 on."""
+    return float((feature * MOST_CUTS + cut + 1) * 2 + missing_left)
+
+
+def split_parts(codes: Doubles) -> tuple[Whole, Whole, Whole]:
+    """(feature, cut, whether missing values go left) of such numbers; feature −1 where there is no split."""
+    whole = codes.astype(np.int64)
+    there = whole >= 0
+    feature, cut = np.divmod(np.where(there, whole // 2, 0), MOST_CUTS)
+    return np.where(there, feature, -1), cut - 1, np.where(there, whole % 2, 0)
+
+
+@dataclass(frozen=True)
+class Grower:
+    """Grows `outputs` trees side by side, `trees` times; at most `slots` histograms a round.
+
+    `scale` [3] turns the whole numbers of a histogram into (G, H, rows).
+    """
+
+    offsets: Whole
+    growth: Growth
+    least: int
+    trees: int
+    outputs: int
+    slots: int
+    scale: Doubles = field(default_factory=lambda: np.ones(CHANNELS))
+
+    @property
+    def nodes(self) -> int:
+        """Places of a tree's nodes."""
+        return int(2 ** (self.growth.max_depth + 1)) - 1
+
+    @property
+    def held(self) -> int:
+        """Histograms that are kept at most, of nodes whose children's are not there yet."""
+        return self.outputs * int(2 ** max(0, self.growth.max_depth - 2))
+
+    @property
+    def rounds(self) -> int:
+        """The most rounds that the trees of one time take."""
+        wanted = [self.outputs, *(self.outputs * 2**level for level in range(self.growth.max_depth - 1))]
+        return sum(-(-count // self.slots) for count in wanted)
+
+    @property
+    def public(self) -> dict[str, Shape]:
+        """Shapes of what every party sees: how often trees are done, what is asked, and the trees."""
+        each = (self.trees * self.outputs, self.nodes)
+        return {
+            "done": (1,),
+            "asked": (self.slots,),
+            "split": each,
+            "weight": each,
+            "gain": each,
+            "hessian": each,
+        }
+
+    @property
+    def kept(self) -> dict[str, Shape]:
+        """Shapes of what only the coordinator keeps."""
+        return {
+            "owner": (self.held,),
+            "histograms": (self.held, int(self.offsets[-1]), CHANNELS),
+            "bounds": (self.outputs, self.nodes, 2),
+            "queue": (self.outputs,),
+        }
+
+    @cached_property
+    def _finder(self) -> NodeSplits:
+        return NodeSplits(self.offsets, self.growth, max(self.least, 1))
+
+    def start(self) -> dict[str, Any]:
+        """The numbers with which the first trees begin."""
+        empty = np.full((self.trees * self.outputs, self.nodes), NONE)
+        return {"done": 0.0, "split": empty, **self._roots()}
+
+    def _roots(self) -> dict[str, Any]:
+        bounds = np.empty((self.outputs, self.nodes, 2))
+        bounds[:] = [-FAR, FAR]
+        left = np.arange(self.outputs) >= self.slots
+        roots = np.arange(self.slots) * float(self.nodes)
+        return {
+            "owner": NONE,
+            "bounds": bounds,
+            "queue": left.astype(np.float64),
+            "asked": np.where(np.arange(self.slots) < self.outputs, roots, NONE),
+        }
+
+    def step(self, public: Arrays, histograms: Doubles) -> dict[str, Any]:
+        """What follows from the histograms that were asked for, whole numbers [slots, bins, 3]; `public` has
+        the coordinator's own numbers, too."""
+        growing = _Growing(self, public)
+        ready = growing.ready(histograms)
+        for start in range(0, len(ready), 16):
+            growing.split(self._finder, ready[start : start + 16])
+        return growing.after()
+
+
+class _Growing:
+    def __init__(self, grower: Grower, public: Arrays) -> None:
+        self.of = grower
+        self.done = int(public["done"][0])
+        self.asked = public["asked"].astype(np.int64)
+        names = ("split", "weight", "gain", "hessian", "bounds", "owner", "histograms", "queue")
+        self.now = {name: public[name].copy() for name in names}
+
+    def _row(self, output: int) -> int:
+        return self.done * self.of.outputs + output
+
+    def ready(self, histograms: Doubles) -> list[tuple[int, int, Doubles]]:
+        """(output, node, histogram) of the nodes whose histograms are known now."""
+        found = []
+        for slot in np.flatnonzero(self.asked >= 0):
+            output, node = divmod(int(self.asked[slot]), self.of.nodes)
+            found.append((output, node, histograms[slot]))
+            if not node:
+                continue
+            parent = output * self.of.nodes + (node - 1) // 2
+            place = int(np.flatnonzero(self.now["owner"] // 2 == parent)[0])
+            other = node + 1 if node % 2 else node - 1
+            found.append((output, other, self.now["histograms"][place] - histograms[slot]))
+            self.now["owner"][place] = NONE
+        return found
+
+    def split(self, finder: NodeSplits, ready: list[tuple[int, int, Doubles]]) -> None:
+        """Splits these nodes where that gains enough."""
+        sums = np.stack([histogram for _, _, histogram in ready])
+        real = sums * self.of.scale
+        bounds = np.stack([self.now["bounds"][output, node] for output, node, _ in ready])
+        allowed = np.stack([self._allowed(output, node) for output, node, _ in ready])
+        growth, totals = self.of.growth, finder.totals(real)
+        best = finder.best(real, bounds, allowed)
+        for place, ((output, node, whole), chosen) in enumerate(zip(ready, best, strict=True)):
+            if node == 0:
+                self.now["weight"][self._row(output), 0] = growth.weight(totals[place], bounds[place])
+                self.now["hessian"][self._row(output), 0] = totals[place, 1]
+            if chosen is not None:
+                self._take(output, node, chosen, whole)
+
+    def _allowed(self, output: int, node: int) -> Any:
+        path = []
+        while node:
+            node = (node - 1) // 2
+            feature = split_parts(self.now["split"][self._row(output), [node]])[0]
+            path.append(int(feature[0]))
+        return self.of.growth.allowed(path, len(self.of.offsets) - 1)
+
+    def _take(self, output: int, node: int, chosen: NodeSplit, whole: Doubles) -> None:
+        now, row, growth = self.now, self._row(output), self.of.growth
+        own = now["bounds"][output, node]
+        now["split"][row, node] = split_code(chosen.feature, chosen.cut, chosen.missing_left)
+        now["gain"][row, node] = chosen.gain
+        children = (2 * node + 1, 2 * node + 2)
+        weights = [growth.weight(side, own) for side in (chosen.left, chosen.right)]
+        for child, side, weight in zip(children, (chosen.left, chosen.right), weights, strict=True):
+            now["weight"][row, child] = weight
+            now["hessian"][row, child] = side[1]
+            now["bounds"][output, child] = own
+        sign = growth.monotone[chosen.feature] if growth.constrained else 0
+        if sign:
+            middle = float((weights[0] + weights[1]) / np.float32(2.0))
+            now["bounds"][output, children[0], 1 if sign > 0 else 0] = middle
+            now["bounds"][output, children[1], 0 if sign > 0 else 1] = middle
+        depth = (node + 1).bit_length() - 1
+        if depth + 1 < growth.max_depth:
+            place = int(np.flatnonzero(now["owner"] < 0)[0])
+            small_right = chosen.right[2] < chosen.left[2]
+            now["owner"][place] = (output * self.of.nodes + node) * 2 + small_right
+            now["histograms"][place] = whole
+
+    def after(self) -> dict[str, Any]:
+        """The next public and kept numbers."""
+        of, waiting = self.of, []
+        for code in self.now["owner"][self.now["owner"] >= 0].astype(np.int64):
+            output, node = divmod(int(code) // 2, of.nodes)
+            waiting.append((2 * node + 1 + int(code) % 2, output))
+        waiting += [(0, int(output)) for output in np.flatnonzero(self.now["queue"])]
+        next_ones = sorted(waiting)[: of.slots]
+        asked = np.full(of.slots, NONE)
+        for slot, (node, output) in enumerate(next_ones):
+            asked[slot] = output * of.nodes + node
+            if not node:
+                self.now["queue"][output] = 0.0
+        if next_ones:
+            return {**self.now, "asked": asked}
+        return {**self.now, **of._roots(), "done": float(self.done + 1)}

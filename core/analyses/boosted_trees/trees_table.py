@@ -1,0 +1,115 @@
+"""The table of the question `boosted_trees`, with xgboost's names for what xgboost has, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from roundtable.core.analyses.boosted_trees.boosting import BoostedTrees, BoostingPlan
+from roundtable.core.analyses.boosted_trees.split_choice import Growth
+from roundtable.core.analyses.question import Question
+from roundtable.core.errors import ConfigError
+from roundtable.core.tables.table_description import ColumnName, ColumnTable
+from roundtable.core.toml_tables import Finite, Table, as_tuple
+
+Features = Annotated[tuple[ColumnName, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=200)]
+Edges = Annotated[tuple[Finite, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=1024)]
+Group = Annotated[tuple[ColumnName, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=200)]
+MOST_NODES = 1 << 17
+"""Places of all trees of a question."""
+
+
+class BoostedTreesTable(Table):
+    """Gradient-boosted trees, as xgboost grows them on the pooled rows."""
+
+    name: str | None = Field(None, min_length=1, max_length=100, description="title of the answer")
+    ask: Literal["boosted_trees"] = Field(description="this kind of question")
+    outcome: ColumnName = Field(
+        description="a number (squared error), or a category (logistic or multinomial loss)"
+    )
+    on: Features = Field(description="the features; a category counts as the place of its value")
+    rounds: int = Field(50, ge=1, le=2000, description="of boosting")
+    learning_rate: Finite = Field(0.3, gt=0, le=1, description="what each tree counts (eta)")
+    max_depth: int = Field(4, ge=1, le=10, description="levels of splits of a tree")
+    min_child_weight: Finite = Field(1.0, ge=0, description="least sum of Hessians of a side of a split")
+    reg_lambda: Finite = Field(1.0, ge=0, description="L2 penalty of leaves (lambda)")
+    reg_alpha: Finite = Field(0.0, ge=0, description="L1 penalty of leaves (alpha)")
+    gamma: Finite = Field(0.0, ge=0, description="least gain of a split")
+    bins: int = Field(64, ge=2, le=1024, description="most bins of a column of numbers")
+    cuts: Literal["quantiles", "equal"] = Field(
+        "quantiles", description="bins of about equally many rows, or of equal width"
+    )
+    edges: dict[ColumnName, Edges] = Field(
+        default_factory=dict, description="given cuts, in the place of those: { age = [40, 50, 60] }"
+    )
+    monotone: dict[ColumnName, Literal[-1, 1]] = Field(
+        default_factory=dict, description="features with which predictions only rise (1) or fall (−1)"
+    )
+    interactions: Annotated[tuple[Group, ...], BeforeValidator(as_tuple), Field(max_length=200)] = Field(
+        (), description="groups of features; a path of a tree stays within one of them"
+    )
+    held_out: Finite = Field(
+        0.0, ge=0, lt=1, description="share of rows that trees are tested on and not grown on"
+    )
+    early_stopping: int = Field(
+        0, ge=0, le=2000, description="stop after so many rounds without a lower held-out loss; 0: never"
+    )
+    base_score: Finite | None = Field(
+        None, description="prediction before the first tree; default: the outcome's mean"
+    )
+    seed: int = Field(0, ge=0, lt=1 << 32, description="draws the rows that are held out")
+
+    @model_validator(mode="after")
+    def _fits(self) -> BoostedTreesTable:
+        named = (self.outcome, *self.on)
+        if twice := sorted({name for name in named if named.count(name) > 1}):
+            raise ValueError(f"outcome and on name {', '.join(map(repr, twice))} twice")
+        groups = {name for group in self.interactions for name in group}
+        for key, names in (
+            ("edges", {*self.edges}),
+            ("monotone", {*self.monotone}),
+            ("interactions", groups),
+        ):
+            if strange := sorted(names - {*self.on}):
+                raise ValueError(f"{key} names {', '.join(map(repr, strange))}, which on does not")
+        if self.early_stopping and not self.held_out:
+            raise ValueError("early_stopping looks at rows that are held out: set held_out, such as 0.2")
+        return self
+
+    def make(self, columns: Mapping[str, ColumnTable], least: int, title: str) -> Question:
+        """The question. ConfigError where its trees are too many to publish, or base_score does not fit."""
+        signs = tuple(self.monotone.get(name, 0) for name in self.on)
+        growth = Growth(
+            self.learning_rate,
+            self.max_depth,
+            self.reg_lambda,
+            self.reg_alpha,
+            self.gamma,
+            self.min_child_weight,
+            signs if any(signs) else (),
+            tuple(frozenset(map(self.on.index, group)) for group in self.interactions),
+        )
+        plan = BoostingPlan(
+            self.rounds,
+            growth,
+            self.bins,
+            self.cuts,
+            self.edges,
+            self.held_out,
+            self.early_stopping,
+            self.base_score,
+            self.seed,
+        )
+        made = BoostedTrees(columns, least, title, self.outcome, self.on, plan)
+        places = self.rounds * made.objective.outputs * made.grower.nodes
+        if places > MOST_NODES:
+            raise ConfigError(
+                f"{title}: {self.rounds} rounds of {made.objective.outputs} trees of depth {self.max_depth} "
+                f"have {places:,} places for nodes, and {MOST_NODES:,} are published at most: set fewer "
+                "rounds, or a smaller max_depth"
+            )
+        if made.objective.classes == 2 and self.base_score is not None and not 0 < self.base_score < 1:
+            raise ConfigError(f"{title}: base_score = {self.base_score:g} is a chance, between 0 and 1")
+        return made

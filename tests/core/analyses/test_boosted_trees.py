@@ -1,0 +1,307 @@
+"""Boosted trees over silos are those of xgboost on the pooled rows, cut into the same bins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+from sklearn.datasets import load_diabetes
+
+from roundtable.core.analyses.boosted_trees import row_kernels
+from roundtable.core.analyses.boosted_trees.bin_cuts import (
+    SKETCH_ROUNDS,
+    cells_for,
+    count_cells,
+    even_edges,
+    quantile_cuts,
+    refined,
+)
+from roundtable.core.analyses.question import Answer
+from roundtable.core.analyses.questions_table import AnyQuestion
+from roundtable.core.analyses.survey import Survey
+from roundtable.core.errors import ConfigError
+from roundtable.core.tables.table_description import ColumnTable, DataTableTable
+from roundtable.core.tables.table_reading import DataTable, read_columns
+
+HEART = "age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal".split()  # noqa: SIM905
+DIABETES = "age sex bmi bp s1 s2 s3 s4 s5 s6".split()  # noqa: SIM905
+PARTS = (slice(0, 100), slice(100, 400), slice(400, 442))
+FOLDER = Path(__file__).parents[3] / "examples" / "heart" / "data"
+HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+Frame = dict[str, np.ndarray]
+
+
+@cache
+def silos_of(data: str) -> list[Frame]:
+    """Four hospitals, or three parts of a data set of scikit-learn."""
+    if data == "diabetes":
+        loaded = load_diabetes(scaled=False)
+        frame = {**dict(zip(loaded.feature_names, loaded.data.T, strict=True)), "y": loaded.target}
+        return [{name: values[part] for name, values in frame.items()} for part in PARTS]
+    names = (*HEART, "num")
+    found = []
+    for hospital in HOSPITALS:
+        file = str(FOLDER / f"processed.{hospital}.data")
+        columns = {name: ColumnTable(missing=("?",)) for name in names}
+        table = read_columns(DataTableTable(file=file, header=names), columns)
+        found.append({**table.columns, "disease": (table.columns["num"] > 0) * 1.0})
+    return found
+
+
+@cache
+def pooled(data: str) -> Frame:
+    """All rows."""
+    silos = silos_of(data)
+    return {name: np.concatenate([silo[name] for silo in silos]) for name in silos[0]}
+
+
+def in_turn(frame: Frame, count: int) -> list[Frame]:
+    """The rows dealt out to so many silos."""
+    return [{name: values[place::count] for name, values in frame.items()} for place in range(count)]
+
+
+def described(
+    frame: Mapping[str, Any], question: Mapping[str, Any], kinds: int = 0
+) -> dict[str, ColumnTable]:
+    """The columns that a question uses; the outcome is a category of so many values, where there are any."""
+    found = {}
+    for name in (*question["on"], question["outcome"]):
+        least, most = float(np.nanmin(frame[name])), float(np.nanmax(frame[name]))
+        found[name] = ColumnTable(least=least, most=most)
+    if kinds:
+        found[question["outcome"]] = ColumnTable(kind="category", values=tuple(range(kinds)))
+    return found
+
+
+def grow(
+    silos: list[Frame],
+    question: Mapping[str, Any],
+    columns: dict[str, ColumnTable],
+    least: int = 1,
+    *,
+    forgetful: bool = False,
+) -> Answer:
+    """The answer, with every vector on its way as a float32 update's mean; `forgetful` silos start anew in
+    every round."""
+    asked = TypeAdapter(AnyQuestion).validate_python({"ask": "boosted_trees", **question})
+    survey = Survey.of(columns, [asked], least)
+    parts = [DataTable({name: silo[name] for name in columns}, columns) for silo in silos]
+    public = {name: np.zeros(shape) for name, shape in survey.public_places.shapes.items()}
+    kept = {name: np.zeros(shape) for name, shape in survey.kept_places.shapes.items()}
+    for _ in range(survey.rounds):
+        down = survey.public_places.unpack(survey.public_places.pack(public))
+        if forgetful:
+            parts = [DataTable(part.columns, columns) for part in parts]
+        rows = [survey.sum_places.encode(survey.sums(part, down)) for part in parts]
+        mean = torch.stack(rows).double().mean(dim=0).float()
+        held = survey.kept_places.unpack(survey.kept_places.pack(kept))
+        after = survey.step({**down, **held}, survey.sum_places.decode(mean, len(parts)))
+        public, kept = ({name: after[name] for name in old} for old in (public, kept))
+        if not survey.open(public):
+            break
+    assert not survey.open(public)
+    return survey.answers(public)[0]
+
+
+def trees_of(model: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = model["learner"]["gradient_booster"]["model"]["trees"]
+    return found
+
+
+def same_trees(mine: Any, theirs: Any) -> None:
+    """Structure, thresholds and directions alike; gains and sums up to xgboost's float32."""
+    assert len(trees_of(mine)) == len(trees_of(theirs))
+    for one, two in zip(trees_of(mine), trees_of(theirs), strict=True):
+        for key in ("left_children", "right_children", "parents", "split_indices", "default_left"):
+            assert one[key] == two[key]
+        for key in ("split_conditions", "base_weights", "sum_hessian", "loss_changes"):
+            wanted = np.array(two[key])
+            assert np.allclose(one[key], wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max()), key
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
+    "squared error": ("diabetes", {"rounds": 4, "max_depth": 4}, {}, 0),
+    "penalised": (
+        "diabetes",
+        {"rounds": 3, "max_depth": 3, "reg_alpha": 50.0, "gamma": 2000.0, "min_child_weight": 10.0},
+        {"alpha": 50.0, "gamma": 2000.0, "min_child_weight": 10.0},
+        0,
+    ),
+    "missing values": ("heart", {"rounds": 4, "max_depth": 5}, {}, 2),
+    "monotone": (
+        "heart",
+        {"rounds": 4, "max_depth": 3, "monotone": {"age": 1, "thalach": -1, "ca": 1}},
+        {"monotone_constraints": tuple({"age": 1, "thalach": -1, "ca": 1}.get(name, 0) for name in HEART)},
+        2,
+    ),
+    "interactions": (
+        "heart",
+        {"rounds": 3, "max_depth": 3, "interactions": [HEART[:3], ["cp", "chol", "thal", "oldpeak"]]},
+        {"interaction_constraints": "[[0, 1, 2], [2, 4, 12, 9]]"},
+        2,
+    ),
+    "more classes": ("heart", {"rounds": 2, "max_depth": 3}, {"num_class": 5}, 5),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trees_are_those_of_xgboost_on_the_pooled_rows(case: str) -> None:
+    xgboost = pytest.importorskip("xgboost", reason="xgboost is not installed: it says what the trees are")
+    data, asked, parameters, kinds = CASES[case]
+    frame = pooled(data)
+    names = HEART if data == "heart" else DIABETES
+    outcome = {0: "y", 2: "disease", 5: "num"}[kinds]
+    base = 150.0 if kinds == 0 else 0.5
+    rows = np.column_stack([frame[name] for name in names])
+    matrix = xgboost.QuantileDMatrix(rows, frame[outcome], feature_names=names, max_bin=24)
+    edges = edges_of(matrix)
+    objective = {0: "reg:squarederror", 2: "binary:logistic", 5: "multi:softprob"}[kinds]
+    wanted = xgboost.train(
+        {
+            **{"objective": objective, "tree_method": "hist", "max_bin": 24, "base_score": base},
+            **{"eta": 0.3, "max_depth": asked["max_depth"], "nthread": 1, **parameters},
+        },
+        matrix,
+        asked["rounds"],
+    )
+    question = {"outcome": outcome, "on": names, "edges": edges, "base_score": base, **asked}
+    answer = grow(silos_of(data), question, described(frame, question, kinds))
+    same_trees(answer.model, json.loads(wanted.save_raw("json")))
+    loaded = xgboost.Booster(model_file=bytearray(json.dumps(answer.model).encode()))
+    plain = xgboost.DMatrix(rows, feature_names=names)
+    margins = [each.predict(plain, output_margin=True) for each in (loaded, wanted)]
+    assert np.allclose(*margins, rtol=1e-5, atol=1e-5)
+    for kind in ("weight", "gain", "cover", "total_gain", "total_cover"):
+        told = {name: own[kind] for name, own in answer.values["importance"].items()}
+        assert told == pytest.approx(loaded.get_score(importance_type=kind), rel=1e-5)
+
+
+def edges_of(matrix: Any) -> dict[str, list[float]]:
+    """The cuts that xgboost has made; what comes first of each feature is a guard below all values."""
+    offsets, values = matrix.get_quantile_cut()
+    return {
+        name: values[offsets[place] + 1 : offsets[place + 1]].tolist()
+        for place, name in enumerate(matrix.feature_names)
+    }
+
+
+QUESTION: dict[str, Any] = {"outcome": "disease", "on": HEART, "rounds": 3, "max_depth": 4, "bins": 16}
+
+
+def test_trees_do_not_depend_on_the_split_the_kernel_or_what_silos_remember(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = described(pooled("heart"), QUESTION, 2)
+    found = [grow(in_turn(pooled("heart"), count), QUESTION, columns, 5) for count in (1, 7)]
+    silos = silos_of("heart")
+    found.append(grow(silos, QUESTION, columns, 5, forgetful=True))
+    monkeypatch.setattr(row_kernels, "_library", lambda: None)
+    found.append(grow(silos, QUESTION, columns, 5))
+    assert found[0].model is not None
+    assert all(other.model == found[0].model for other in found)
+
+
+def test_no_leaf_holds_fewer_rows_than_the_least_count() -> None:
+    frame = pooled("diabetes")
+    question = {"outcome": "y", "on": DIABETES, "rounds": 3, "max_depth": 6, "bins": 16}
+    columns = described(frame, question)
+    smallest = []
+    for least in (1, 20):
+        answer = grow([frame], question, columns, least)
+        # The Hessian of squared error is 1 for each row.
+        smallest.append(min(min(tree["sum_hessian"]) for tree in trees_of(answer.model)))
+    assert smallest[0] < 20 <= smallest[1]
+
+
+def test_early_stopping_ends_where_xgboost_does() -> None:
+    xgboost = pytest.importorskip("xgboost", reason="xgboost is not installed: it says where it stops")
+    frame = pooled("heart")
+    held = np.random.default_rng(4).random(len(frame["age"])) < 0.3
+    rows = np.column_stack([frame[name] for name in HEART])
+    grown = xgboost.QuantileDMatrix(rows[~held], frame["disease"][~held], feature_names=HEART, max_bin=24)
+    tested = xgboost.DMatrix(rows[held], frame["disease"][held], feature_names=HEART)
+    question = {
+        **QUESTION,
+        "edges": edges_of(grown),
+        "rounds": 60,
+        "held_out": 0.3,
+        "early_stopping": 5,
+        "seed": 4,
+    }
+    question |= {"base_score": 0.5, "learning_rate": 0.5}
+    answer = grow([frame], question, described(frame, question, 2))
+    seen: dict[str, Any] = {}
+    wanted = xgboost.train(
+        {"objective": "binary:logistic", "tree_method": "hist", "max_bin": 24, "base_score": 0.5}
+        | {"eta": 0.5, "max_depth": 4, "nthread": 1},
+        grown,
+        60,
+        evals=[(grown, "grown"), (tested, "held")],
+        early_stopping_rounds=5,
+        evals_result=seen,
+        verbose_eval=False,
+    )
+    assert answer.values["rounds"] == wanted.best_iteration + 1 < 55
+    assert len(trees_of(answer.model)) == wanted.best_iteration + 1
+    assert answer.values["n_held_out"] == held.sum()
+    for mine, theirs in (("training_loss", "grown"), ("held_out_loss", "held")):
+        assert np.allclose(answer.values[mine][1:], seen[theirs]["logloss"], rtol=1e-4)
+
+
+@given(
+    st.lists(st.floats(0, 100, width=32) | st.sampled_from([1.0, 2.0, 50.0]), min_size=20, max_size=200),
+    st.integers(1, 9),
+    st.integers(2, 20),
+)
+def test_quantile_bins_hold_the_least_count(values: list[float], least: int, bins: int) -> None:
+    column = np.array(values, dtype=np.float32)
+    edges = even_edges(0.0, 100.0, cells_for(bins))
+    for _ in range(SKETCH_ROUNDS - 1):
+        edges = refined(edges, count_cells(column, edges), least)
+    cuts = quantile_cuts(edges, count_cells(column, edges), least, bins)
+    assert len(cuts) <= bins
+    held = np.bincount(np.searchsorted(cuts.astype(np.float32), column, side="right"), minlength=len(cuts))
+    assert held.sum() == len(column)
+    assert held[: len(cuts)].min() >= min(least, len(column))
+
+
+def test_quantile_bins_of_a_skewed_column_are_about_equally_full() -> None:
+    column = np.exp(np.random.default_rng(0).normal(0, 2, 20000)).clip(0, 1e4).astype(np.float32)
+    edges = even_edges(0.0, 1e4, cells_for(64))
+    for _ in range(SKETCH_ROUNDS - 1):
+        edges = refined(edges, count_cells(column, edges), 5)
+    cuts = quantile_cuts(edges, count_cells(column, edges), 5, 64)
+    held = np.bincount(np.searchsorted(cuts.astype(np.float32), column, side="right"))
+    assert len(cuts) == 64
+    assert held.max() <= 1.5 * 20000 / 64
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"early_stopping": 3}, ValidationError, "set held_out"),
+        ({"monotone": {"year": 1}}, ValidationError, "'year'"),
+        ({"edges": {"disease": [1]}}, ValidationError, "'disease'"),
+        ({"base_score": 2.0}, ConfigError, "between 0 and 1"),
+        ({"rounds": 2000, "max_depth": 10}, ConfigError, "fewer rounds"),
+    ],
+)
+def test_what_cannot_be_grown_is_refused(asked: dict[str, Any], error: type[Exception], words: str) -> None:
+    question = {**QUESTION, **asked}
+    with pytest.raises(error, match=words):
+        grow([pooled("heart")], question, described(pooled("heart"), question, 2))
+
+
+def test_too_few_rows_of_a_class_have_no_answer() -> None:
+    frame = {name: values[:40] for name, values in pooled("heart").items()}
+    answer = grow([frame], QUESTION, described(pooled("heart"), QUESTION, 2), 30)
+    assert "least count" in answer.why
