@@ -109,3 +109,29 @@ def test_commands_of_roundtable_that_pages_name_exist() -> None:
             for word in words:
                 if word.startswith("--"):
                     assert word.split("=")[0] in options, f"{page.name}: `{line}` has no {word}"
+
+
+REFUSED = {
+    r"\b(participant|institution)s?\b": "silo",
+    r"\bhubs?\b": "coordinator",
+    r"\bsay yes\b": "approve",
+    r"\bstop(s|ped)? for good\b": "cancel",
+    r"(?<!there )\b(is|are) no (?!longer|more|less|wider|larger|other)\w": "is not a",
+}
+"""By the words of docs/style.md, as far as a machine can tell; what to write in their place."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_one_word_for_one_thing(page: Path) -> None:
+    if page.name in ("style.md", "CHANGELOG.md"):
+        return
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    # Names of fields stand in tables that are written from the code.
+    lines = [line for line in text.splitlines() if "*public*:" not in line]
+    prose = re.sub(r"`[^`]*`", "", "\n".join(lines))
+    found = [
+        f"{match[0]!r}: write {word!r}"
+        for pattern, word in REFUSED.items()
+        for match in re.finditer(pattern, prose, re.IGNORECASE)
+    ]
+    assert found == []
