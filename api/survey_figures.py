@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,37 @@ def _coefficients(axes: Any, answer: Answer) -> None:
     axes.set_xlabel("coefficient, 95 % interval")
 
 
+def _hazard_ratios(axes: Any, answer: Answer) -> None:
+    """A forest plot: ratios with their intervals on a logarithmic axis."""
+    terms, values = answer.values["terms"], answer.values["hazard_ratios"]
+    ends = [[math.exp(end) for end in interval] for interval in answer.values["intervals"]]
+    places = list(range(len(terms)))
+    reach = [
+        [value - low for value, (low, _) in zip(values, ends, strict=True)],
+        [high - value for value, (_, high) in zip(values, ends, strict=True)],
+    ]
+    axes.errorbar(values, places, xerr=reach, fmt="s")
+    axes.set_xscale("log")
+    low, high = min(low for low, _ in ends), max(high for _, high in ends)
+    if high < 20 * low:
+        axes.set_xticks(ticks := _round_numbers(low, high), [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    axes.axvline(1.0, linewidth=0.8, color="grey")
+    axes.set_yticks(places, terms)
+    axes.set_ylim(len(terms) - 0.5, -0.5)
+    axes.set_xlabel("hazard ratio, 95 % interval")
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """A few round numbers between two ratios, 1 among them."""
+    ladder = [mantissa * 10.0**power for power in range(-9, 9) for mantissa in (1, 1.5, 2, 3, 5, 7)]
+    found = [each for each in ladder if low / 1.1 <= each <= high * 1.1]
+    if len(found) > 2:
+        return found
+    ticks = extras.load("matplotlib.ticker", "a picture").MaxNLocator(5).tick_values(low, high)
+    return [float(tick) for tick in ticks if tick > 0]
+
+
 def _losses(axes: Any, answer: Answer) -> None:
     for label, key in (("grown on", "training_loss"), ("held out", "held_out_loss")):
         if key in answer.values:
@@ -95,5 +127,6 @@ _PANELS: dict[str, Callable[[Any, Answer], None]] = {
     "survival": _survival,
     "linear": _coefficients,
     "logistic": _coefficients,
+    "cox": _hazard_ratios,
     "boosted_trees": _losses,
 }

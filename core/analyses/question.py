@@ -27,8 +27,9 @@ _WHY = {
     3: "perfect separation: a column tells the outcome for certain, so that its coefficient has no limit",
     4: "no convergence within the rounds of the analysis",
     5: "fewer than three rows for each coefficient: the fit would tell of single rows",
+    6: "no events: everybody in these rows is censored",
 }
-TOO_FEW, SINGULAR, SEPARATED, NO_LIMIT, SATURATED = 1, 2, 3, 4, 5
+TOO_FEW, SINGULAR, SEPARATED, NO_LIMIT, SATURATED, NO_EVENTS = 1, 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Question:
 
     ask: ClassVar[str] = ""
     most_rounds: ClassVar[int] = 1
-    small_cells: ClassVar[bool] = False
+    small_cells: bool = False
 
     def __init__(self, columns: Mapping[str, ColumnTable], least: int, title: str) -> None:
         self.columns = columns

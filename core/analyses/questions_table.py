@@ -15,7 +15,7 @@ from roundtable.core.analyses.moments import Anova, Describe, TTest
 from roundtable.core.analyses.order_statistics import Quantiles
 from roundtable.core.analyses.question import Question
 from roundtable.core.analyses.regression import Linear
-from roundtable.core.analyses.survival_curves import KaplanMeier
+from roundtable.core.analyses.survival.survival_tables import CoxTable, SurvivalTable
 from roundtable.core.tables.table_description import ColumnName, ColumnTable
 from roundtable.core.toml_tables import Finite, Table, as_tuple
 
@@ -165,20 +165,6 @@ class LogisticTable(_RegressionTable):
         return Logistic(columns, least, title, self.outcome, self.on)
 
 
-class SurvivalTable(_AskTable):
-    """Kaplan-Meier curves, and the log-rank test between groups."""
-
-    ask: Literal["survival"] = Field(description="this kind of question")
-    time: ColumnName = Field(description="numbers from 0 on: time to the event, or to the last look")
-    event: ColumnName = Field(description="a category of two values: censored, then the event")
-    every: Finite = Field(gt=0, description="width of the grid of times; a time counts as its interval's end")
-    by: ColumnName | None = Field(None, description="a category: one curve for each of its values")
-
-    def make(self, columns: Described, least: int, title: str) -> Question:
-        """The question."""
-        return KaplanMeier(columns, least, title, self.time, self.event, self.every, self.by)
-
-
 AnyQuestion = Annotated[
     DescribeTable
     | CorrelationTable
@@ -190,6 +176,7 @@ AnyQuestion = Annotated[
     | LinearTable
     | LogisticTable
     | SurvivalTable
+    | CoxTable
     | BoostedTreesTable,
     Field(discriminator="ask"),
 ]

@@ -63,7 +63,7 @@ class BoostedTrees(Question):
     values, multinomial loss of one of more. Rows without an outcome are left out."""
 
     ask: ClassVar[str] = "boosted_trees"
-    small_cells: ClassVar[bool] = True
+    small_cells: bool = True
 
     def __init__(
         self,

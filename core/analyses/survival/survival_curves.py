@@ -7,7 +7,6 @@ anybody leaves there; what is left over at the end joins the last one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -18,11 +17,10 @@ from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
 from roundtable.core.analyses.moments import or_none
 from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question, by_group, cells
 from roundtable.core.analyses.scipy_parts import linalg, stats
-from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.analyses.survival.time_grid import TimeGrid, merged
+from roundtable.core.errors import TaskError
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
-
-MOST_INTERVALS = 4096
 
 
 class KaplanMeier(Question):
@@ -44,23 +42,10 @@ class KaplanMeier(Question):
         super().__init__(columns, least, title)
         self.time = time
         self.event = event
-        self.every = every
         self.by = by
         self.labels = self.category(by).labels if by is not None else ["all"]
-        span = self.number(time)
-        self.unit = span.unit or ""
-        if len(self.category(event).values) != 2:
-            raise ConfigError(
-                f"{title}: {event!r} must have two values, first that of the censored, then that of the event"
-            )
-        if span.least is None or span.least < 0:
-            raise ConfigError(f"{title}: times are from 0 on: set least = 0 in [columns.{time}]")
-        self.intervals = math.ceil(float(span.most or 0.0) / every)
-        if not 1 <= self.intervals <= MOST_INTERVALS:
-            raise ConfigError(
-                f"{title}: every = {every:g} makes {self.intervals} intervals up to most = {span.most:g}; "
-                f"1 to {MOST_INTERVALS} can be: take a coarser grid"
-            )
+        self._grid = TimeGrid(self, time, event, every)
+        self.intervals = self._grid.intervals
 
     @property
     def _shape(self) -> Shape:
@@ -94,7 +79,7 @@ class KaplanMeier(Question):
     @override
     def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
         values, died = table.column(self.time), table.column(self.event)
-        place = np.clip(np.ceil(values / self.every - 1e-9) - 1, 0, self.intervals - 1)
+        place = self._grid.place(values)
         group = by_group(table, self.by, len(self.labels))
         known = np.where(np.isnan(died), np.nan, place)
         return {
@@ -111,8 +96,7 @@ class KaplanMeier(Question):
             return {"stage": -float(TOO_FEW)}
         starts = merged(leavers, self.least)
         ends = np.zeros(self.intervals)
-        last = [*(start - 1 for start in starts[1:]), self.intervals - 1]
-        ends[: len(starts)] = (np.array(last) + 1.0) * self.every
+        ends[: len(starts)] = self._grid.ends(starts)
         kept = np.zeros((2, *self._shape))
         for place, each in enumerate((events, leavers)):
             kept[place, :, : len(starts)] = np.add.reduceat(each, starts, axis=1)
@@ -162,26 +146,6 @@ class KaplanMeier(Question):
                 f"{used} intervals, merged from {self.intervals}: at least {self.least} people leave each"
             )
         return Answer(self.title, self.ask, header, rows, values, notes=notes)
-
-
-def merged(leavers: Doubles, least: int) -> list[int]:
-    """The first interval of each merged one: in every group none leaves there, or at least `least`."""
-    starts, start = [0], 0
-    gone = np.zeros(len(leavers))
-    fine = True
-    for place in range(leavers.shape[1]):
-        gone = gone + leavers[:, place]
-        fine = bool((least <= gone[gone > 0]).all())
-        if fine and place + 1 < leavers.shape[1]:
-            start = place + 1
-            starts.append(start)
-            gone = np.zeros(len(leavers))
-    while not fine and len(starts) > 1:
-        starts.pop()
-        gone = gone + leavers[:, starts[-1] : start].sum(axis=1)
-        start = starts[-1]
-        fine = bool((least <= gone[gone > 0]).all())
-    return starts
 
 
 def _quarter_ends(ends: Doubles) -> list[float]:

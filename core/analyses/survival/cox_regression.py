@@ -1,0 +1,382 @@
+"""Cox's proportional hazards by Newton's method, on sums over risk sets.
+
+Two rounds a step. In the first, silos send by interval the sums over those who leave in it, of which the
+likelihood and its gradient follow; a step that does not raise the likelihood is halved. In the second, from
+the public hazard, each sends one matrix, the part of the information that is a sum over rows (after Lu et
+al. 2015, WebDISCO, which sends such a matrix for every time). Stratified by silo, risk sets are those of one
+silo, and nothing leaves by time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from typing_extensions import override
+
+from roundtable.core.analyses.estimates import (
+    HEADER,
+    LEAST_PIVOT,
+    coefficient_rows,
+    inverted,
+    solve,
+)
+from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
+from roundtable.core.analyses.question import (
+    DONE,
+    NO_EVENTS,
+    NO_LIMIT,
+    SEPARATED,
+    SINGULAR,
+    TOO_FEW,
+    Answer,
+    by_group,
+)
+from roundtable.core.analyses.regression import Regression
+from roundtable.core.analyses.survival.fitted_hazards import baseline_hazards, fitted
+from roundtable.core.analyses.survival.risk_sets import (
+    RiskCurves,
+    RiskRows,
+    RiskSums,
+    by_cell,
+    influences,
+    risk_curves,
+    risk_sums,
+    second_moments,
+)
+from roundtable.core.analyses.survival.time_grid import TimeGrid, merged
+from roundtable.core.tables.table_description import ColumnTable
+from roundtable.core.tables.table_reading import DataTable
+
+_FIRST, _LAST_STEP, _ROBUST = 3, 61, 900
+_CLOSE, _FAR, _GONE = 1e-9, 20.0, 1e-6
+_WORST = -1e30
+
+
+class Cox(Regression):
+    """Cox regression with Breslow's or Efron's ties, optionally stratified by a category, by silo, or both.
+
+    `every` is the width of the grid. Intervals are merged, in each stratum, until at least the least count
+    leave each; with Efron's ties, whose sums tell those with the event apart, that many of both kinds.
+    """
+
+    ask: ClassVar[str] = "cox"
+    most_rounds: ClassVar[int] = _LAST_STEP + 2
+
+    def __init__(
+        self,
+        columns: Mapping[str, ColumnTable],
+        least: int,
+        title: str,
+        time: str,
+        event: str,
+        every: float,
+        on: tuple[str, ...],
+        ties: Literal["efron", "breslow"] = "efron",
+        strata: str | None = None,
+        by_silo: bool = False,
+        robust: bool = False,
+    ) -> None:
+        super().__init__(columns, least, title, event, on)
+        self.time = time
+        self.event = event
+        self.ties = ties
+        self.strata = strata
+        self.by_silo = by_silo
+        self.small_cells = not by_silo
+        self.robust = robust
+        self.labels = self.category(strata).labels if strata is not None else ["all"]
+        self._grid = TimeGrid(self, time, event, every)
+        self._middles = np.array(self._middle)
+        self._halves = np.array(self._half)
+
+    @property
+    @override
+    def names(self) -> tuple[str, ...]:
+        return (self.time, *super().names, *([self.strata] if self.strata is not None else []))
+
+    @property
+    @override
+    def told(self) -> tuple[str, ...]:
+        return (self.time, self.event, *([self.strata] if self.strata is not None else []))
+
+    @property
+    def _local(self) -> Shape:
+        """Strata and intervals of one silo."""
+        return (len(self.labels), self._grid.intervals)
+
+    @property
+    def _cells(self) -> Shape:
+        """Strata and intervals of which silos tell."""
+        return (len(self.labels), 1) if self.by_silo else self._local
+
+    def _if(self, there: bool, *shape: int) -> Shape:
+        return shape if there else (1,)
+
+    @property
+    @override
+    def counts(self) -> Mapping[str, Shape]:
+        return {"events": self._cells, "censored": self._cells, "levels": (max(1, len(self._levels)),)}
+
+    @property
+    @override
+    def reals(self) -> Mapping[str, Shape]:
+        p = self._width
+        shared = not self.by_silo
+        return {
+            "first": (p,),
+            "second": (p,),
+            "beyond": (1,),
+            "likelihood": (1,),
+            "gradient": (p,),
+            "information": (p, p),
+            "leaving": self._if(shared, *self._cells, 1 + p),
+            "dying": self._if(shared and self.ties == "efron", *self._cells, 1 + p),
+            "sandwich": self._if(self.robust, p, p),
+        }
+
+    @property
+    @override
+    def public(self) -> Mapping[str, Shape]:
+        p = self._width
+        curves = self._if(self.robust and not self.by_silo, *self._cells, p)
+        return {
+            "rows": (2,),
+            "events": self._cells,
+            "places": self._cells,
+            "ends": self._cells,
+            "used": (len(self.labels),),
+            "mean": (p,),
+            "sd": (p,),
+            "slopes": (p,),
+            "before": (p,),
+            "likelihood": (1,),
+            "null": (1,),
+            "gradient": (p,),
+            "outer": (p, p),
+            "hazard": self._cells,
+            "tied": self._cells,
+            "middle": curves,
+            "drift": curves,
+            "tied_drift": curves,
+            "hessian": (p, p),
+            "at_zero": (p,),
+            "sandwich": self._if(self.robust, p, p),
+            "blame": (1,),
+        }
+
+    def _people(self, table: DataTable) -> tuple[Doubles, Doubles, Doubles, Doubles]:
+        """(design [rows, p], stratum, interval, with the event) of the whole rows."""
+        whole = ~np.isnan(table.matrix(self.names)).any(axis=1)
+        kept = DataTable({name: table.column(name)[whole] for name in self.names}, self.columns)
+        design, died = self._design(kept)
+        stratum = by_group(kept, self.strata, len(self.labels))
+        return design, stratum, self._grid.place(kept.column(self.time)), died
+
+    @override
+    def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
+        design, stratum, place, died = self._people(table)
+        if stage == 0:
+            at = np.zeros_like(place) if self.by_silo else place
+            people = RiskRows(design, stratum, at, died, np.ones(len(died)), self._cells)
+            kinds = by_cell(np.column_stack([died, 1 - died]), people.flat, self._cells)
+            return {
+                "events": kinds[..., 0],
+                "censored": kinds[..., 1],
+                "levels": self._level_counts(table),
+            }
+        if stage == 1:
+            return {"first": ((design - self._middles) / self._halves).sum(axis=0)}
+        if stage == 2:
+            away = (design - public["mean"]) / self._halves
+            return {"first": away.sum(axis=0), "second": (away**2).sum(axis=0)}
+        if not self.by_silo:
+            place = public["places"][stratum.astype(np.int64), place.astype(np.int64)]
+        rows = RiskRows(
+            (design - public["mean"]) / public["sd"], stratum, place, died, np.ones(len(died)), self._local
+        )
+        return self._of_silo(rows, public, stage) if self.by_silo else self._of_all(rows, public, stage)
+
+    def _of_all(self, rows: RiskRows, public: Arrays, stage: int) -> dict[str, Doubles]:
+        """Sums for risk sets over all silos."""
+        slopes = public["slopes"]
+        if stage == _ROBUST:
+            curves = (public[name] for name in ("hazard", "tied", "middle", "drift", "tied_drift"))
+            felt = influences(rows, slopes, *curves)
+            return {"sandwich": felt.T @ felt}
+        if stage % 2 == 0:
+            return {"information": second_moments(rows, slopes, public["hazard"], public["tied"])}
+        sums = risk_sums(rows, slopes)
+        if sums is None:
+            return {"beyond": np.ones(1)}
+        found = {**_of_events(rows, slopes), "leaving": sums.leaving}
+        return {**found, "dying": sums.dying} if self.ties == "efron" else found
+
+    def _of_silo(self, rows: RiskRows, public: Arrays, stage: int) -> dict[str, Doubles]:
+        """A silo's part of the likelihood where its people are a stratum of their own."""
+        slopes, sums = public["slopes"], risk_sums(rows, public["slopes"])
+        if sums is None:
+            return {"beyond": np.ones(1)}
+        events = by_cell(rows.died[:, None], rows.flat, rows.cells)[..., 0]
+        curves = risk_curves(sums, events, events, self.ties == "efron")
+        if curves is None:
+            return {"beyond": np.ones(1)}
+        if stage == _ROBUST:
+            felt = influences(
+                rows, slopes, curves.hazard, curves.tied, curves.middle, curves.drift, curves.tied_drift
+            )
+            return {"sandwich": felt.T @ felt}
+        own = _of_events(rows, slopes)
+        return {
+            "likelihood": own["likelihood"] + curves.likelihood,
+            "gradient": own["gradient"] + curves.gradient,
+            "information": second_moments(rows, slopes, curves.hazard, curves.tied) - curves.outer,
+        }
+
+    @override
+    def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
+        if stage == 0:
+            return self._counted(sums)
+        rows = float(public["rows"].sum())
+        if stage == 1:
+            return {"stage": 2.0, "mean": self._middles + self._halves * sums["first"] / rows}
+        if stage == 2:
+            squares = sums["second"] - sums["first"] ** 2 / rows
+            mean = public["mean"] + self._halves * sums["first"] / rows
+            constant = np.flatnonzero(~(squares > LEAST_PIVOT**2 * rows))
+            if constant.size:
+                return {"stage": -float(SINGULAR), "blame": constant[:1].astype(np.float64)}
+            sd = self._halves * np.sqrt(squares / rows)
+            return {"stage": float(_FIRST), "mean": mean, "sd": sd, "likelihood": np.array([_WORST])}
+        if stage == _ROBUST:
+            return {"stage": DONE, "sandwich": sums["sandwich"]}
+        if stage % 2 == 0:
+            return self._newton(public, sums["information"] - public["outer"], stage)
+        return self._evaluated(public, sums, stage)
+
+    def _counted(self, sums: Arrays) -> dict[str, Any]:
+        """The grid, from the counts; or why there is none."""
+        events, censored = sums["events"], sums["censored"]
+        kinds = np.array([censored.sum(), events.sum()])
+        efron = self.ties == "efron"
+        groups = [
+            [own, other] if efron else [own + other] for own, other in zip(events, censored, strict=True)
+        ]
+        totals = np.array([[each.sum() for each in group] for group in groups])
+        code = self._enough(float(kinds.sum()), sums["levels"])
+        if not kinds[1]:
+            code = NO_EVENTS
+        elif kinds[1] < self.least or (self.hide(totals) < 0).any():
+            code = TOO_FEW
+        places, ends, kept = (np.zeros(self._cells) for _ in range(3))
+        used = np.ones(len(self.labels))
+        if not self.by_silo:
+            for number, group in enumerate(groups):
+                starts = merged(np.array(group), self.least)
+                used[number] = len(starts)
+                places[number] = np.repeat(np.arange(len(starts)), np.diff([*starts, self._grid.intervals]))
+                ends[number, : len(starts)] = self._grid.ends(starts)
+                kept[number, : len(starts)] = np.add.reduceat(events[number], starts)
+            if (used < 2).all() and not code:
+                code = TOO_FEW
+        shown = {"rows": self.hide(kinds), "places": places, "ends": ends, "used": used}
+        return {"stage": -float(code) if code else 1.0, **shown, **({} if code else {"events": kept})}
+
+    def _evaluated(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
+        """On with Newton's step where the likelihood has risen, else half of the way back."""
+        curves: RiskCurves | None = None
+        likelihood, gradient = sums["likelihood"], sums["gradient"]
+        if not self.by_silo and not sums["beyond"][0]:
+            dying = sums["dying"] if self.ties == "efron" else np.zeros_like(sums["leaving"])
+            events = public["events"]
+            curves = risk_curves(RiskSums(sums["leaving"], dying), events, events, self.ties == "efron")
+            if curves is not None:
+                likelihood = likelihood + curves.likelihood
+                gradient = gradient + curves.gradient
+        last = float(public["likelihood"][0])
+        failed = bool(sums["beyond"][0]) or (curves is None and not self.by_silo)
+        if failed or float(likelihood[0]) < last - 1e-12 * abs(last):
+            if stage >= _LAST_STEP:
+                return {"stage": -float(NO_LIMIT)}
+            here, before = public["slopes"], public["before"]
+            return {"stage": float(stage + 2), "slopes": before + (here - before) / 2}
+        found: dict[str, Any] = {"likelihood": likelihood, "gradient": gradient, "before": public["slopes"]}
+        if stage == _FIRST:
+            found["null"] = likelihood
+        if curves is None:
+            after = self._newton({**public, **found}, sums["information"], stage + 1)
+            return {**found, **after}
+        found |= {"stage": float(stage + 1), "outer": curves.outer, "hazard": curves.hazard}
+        found["tied"] = curves.tied
+        if self.robust:
+            found |= {"middle": curves.middle, "drift": curves.drift, "tied_drift": curves.tied_drift}
+        return found
+
+    def _newton(self, public: Arrays, hessian: Doubles, stage: int) -> dict[str, Any]:
+        here = public["slopes"]
+        first = stage == _FIRST + 1
+        at_zero = np.diag(hessian) if first else public["at_zero"]
+        found, place = solve(hessian, public["gradient"])
+        far = np.abs(here)
+        if not first:
+            # The likelihood of a column that tells who goes first rises for ever: its information fades.
+            fading = ~(np.diag(hessian) > _GONE * at_zero)
+            if found is None or (far > _FAR).any() or fading.any():
+                blamed = int(fading.argmax()) if fading.any() else int(far.argmax())
+                return {"stage": -float(SEPARATED), "blame": np.array([float(blamed)])}
+        if found is None:
+            return {"stage": -float(SINGULAR), "blame": np.array([float(place)])}
+        errors = np.sqrt(np.diag(inverted(hessian)))
+        close = bool((np.abs(found) / errors).max() < _CLOSE)
+        after = float(_ROBUST) if self.robust else DONE
+        if not close:
+            after = float(stage + 1) if stage < _LAST_STEP else -float(NO_LIMIT)
+        return {"stage": after, "slopes": here + found, "hessian": hessian, "at_zero": at_zero}
+
+    @override
+    def blame(self, public: Arrays, code: int) -> str:
+        if code == TOO_FEW and self.ties == "efron":
+            return '; with ties = "efron" also of those with the event, and of the others, in each stratum'
+        return super().blame(public, code)
+
+    @override
+    def answer(self, public: Arrays) -> Answer:
+        censored, events = (int(each) for each in public["rows"])
+        p = self._width
+        values = {
+            "n": censored + events,
+            "events": events,
+            "ties": self.ties,
+            **fitted(self.terms, public, self.robust),
+        }
+        if not self.by_silo:
+            values["baseline"] = baseline_hazards(self.labels, public)
+        rows = [
+            [*row, ratio]
+            for row, ratio in zip(coefficient_rows(values), values["hazard_ratios"], strict=True)
+        ]
+        freedom = f"{p} degree{'s' * (p > 1)} of freedom"
+        notes = [
+            f"{censored + events} rows, {events} with {self.event} {self.category(self.event).labels[1]}; "
+            f"{self.ties.capitalize()} ties; log-likelihood {values['log_likelihood']:.6g}, likelihood ratio "
+            f"{values['lr_chi2']:.5g} on {freedom}, p {values['lr_p']:.4g}"
+        ]
+        if self.robust:
+            notes.append("robust errors, intervals and p values (infinitesimal jackknife)")
+        if self.by_silo:
+            notes.append("stratified by silo")
+        if (
+            merged_away := sum(self._grid.intervals - int(each) for each in public["used"])
+        ) and not self.by_silo:
+            kinds = " of those with and without the event" if self.ties == "efron" else ""
+            notes.append(
+                f"{merged_away} intervals are merged: at least {self.least}{kinds} leave each, or none"
+            )
+        return Answer(self.title, self.ask, (*HEADER, "hazard ratio"), rows, values, notes=notes)
+
+
+def _of_events(rows: RiskRows, slopes: Doubles) -> dict[str, Doubles]:
+    """Of those with the event: the sums of w x · slopes and of w x."""
+    died = rows.columns * (rows.weights * rows.died)[:, None]
+    return {"likelihood": np.array([(died @ slopes).sum()]), "gradient": died.sum(axis=0)}

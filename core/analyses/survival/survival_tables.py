@@ -1,0 +1,69 @@
+"""The tables of questions about times to an event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from roundtable.core.analyses.question import Question
+from roundtable.core.analyses.survival.cox_regression import Cox
+from roundtable.core.analyses.survival.survival_curves import KaplanMeier
+from roundtable.core.tables.table_description import ColumnName, ColumnTable
+from roundtable.core.toml_tables import Finite, Table, as_tuple
+
+Described = Mapping[str, ColumnTable]
+Covariates = Annotated[tuple[ColumnName, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=200)]
+
+
+class _TimesTable(Table):
+    name: str | None = Field(None, min_length=1, max_length=100, description="title of the answer")
+    time: ColumnName = Field(description="numbers from 0 on: time to the event, or to the last look")
+    event: ColumnName = Field(description="a category of two values: censored, then the event")
+    every: Finite = Field(gt=0, description="width of the grid of times; a time counts as its interval's end")
+
+
+class SurvivalTable(_TimesTable):
+    """Kaplan-Meier curves, and the log-rank test between groups."""
+
+    ask: Literal["survival"] = Field(description="this kind of question")
+    by: ColumnName | None = Field(None, description="a category: one curve for each of its values")
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return KaplanMeier(columns, least, title, self.time, self.event, self.every, self.by)
+
+
+class CoxTable(_TimesTable):
+    """Cox's proportional hazards."""
+
+    ask: Literal["cox"] = Field(description="this kind of question")
+    on: Covariates = Field(description="what explains the hazard: numbers, and categories as in regressions")
+    ties: Literal["efron", "breslow"] = Field("efron", description="how events in one interval count")
+    strata: ColumnName | None = Field(None, description="a category: a baseline for each of its values")
+    by_silo: bool = Field(False, description="a baseline for each silo; nothing leaves by time then")
+    robust: bool = Field(False, description="errors by the infinitesimal jackknife")
+
+    @model_validator(mode="after")
+    def _once(self) -> CoxTable:
+        named = [self.time, self.event, *self.on, *([] if self.strata is None else [self.strata])]
+        if twice := sorted({name for name in named if named.count(name) > 1}):
+            raise ValueError(f"time, event, on and strata name {', '.join(map(repr, twice))} twice")
+        return self
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return Cox(
+            columns,
+            least,
+            title,
+            self.time,
+            self.event,
+            self.every,
+            self.on,
+            self.ties,
+            self.strata,
+            self.by_silo,
+            self.robust,
+        )
