@@ -78,7 +78,7 @@ def risks(rows: RiskRows, slopes: Doubles) -> Doubles:
 def by_cell(values: Doubles, cell: Places, cells: Shape) -> Doubles:
     """Sums of rows' values [rows, m] by cell, [strata, intervals, m]."""
     size = int(np.prod(cells))
-    summed = [np.bincount(cell, weights=column, minlength=size) for column in values.T]
+    summed = [np.bincount(cell, column, size).astype(np.float64) for column in values.T]
     return np.stack(summed, axis=-1).reshape(*cells, len(summed))
 
 
