@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from roundtable.core.errors import ResourceError
+from roundtable.core.machine.stop_signals import kill_group
 
 _PATIENCE = 5.0
 _TAIL = 8
@@ -87,6 +87,6 @@ class Children:
             try:
                 child.process.wait(_PATIENCE)
             except (subprocess.TimeoutExpired, KeyboardInterrupt):
-                os.killpg(child.process.pid, signal.SIGKILL)
+                kill_group(child.process)
                 child.process.wait()
         self._children.clear()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from roundtable.child_processes import Children
 from roundtable.core.errors import ConfigError, ResourceError, UnavailableError
 from roundtable.core.identity.credentials import create_ca, issue
+from roundtable.core.machine.possible import must_be_possible
 from roundtable.starters import BUILT_EXAMPLES
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Demo:
         `shown` takes the address that opens the page, where there is one; `done` is called at the end, while
         the coordinator still runs. All processes have ended when this returns or raises.
         """
+        must_be_possible("a coordinator")
         _clear(self.folder)
         with Children(self.folder / "logs") as children:
             say("Making certificates, starting a coordinator and its agents")

@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Condition
 
 from roundtable.core.errors import EncodingError
+from roundtable.core.machine.file_access import PLAIN_READ, read_at
 
 
 class ArrivingFile:
@@ -34,7 +35,7 @@ class ArrivingFile:
         """The file's first `count` bytes are written; it may be renamed afterwards."""
         with self._news:
             if self._file < 0:
-                self._file = os.open(self._path, os.O_RDONLY)
+                self._file = os.open(self._path, PLAIN_READ)
             self._here = count
             self._news.notify()
 
@@ -47,7 +48,7 @@ class ArrivingFile:
     def read(self, count: int) -> memoryview:
         """The next bytes; EncodingError where there will be fewer."""
         self._wait_for(count)
-        data = os.pread(self._file, count, self._read) if count else b""
+        data = read_at(self._file, count, self._read) if count else b""
         self._read += count
         if len(data) != count:
             raise EncodingError(f"{self._path.name} was cut short while it was read")

@@ -10,6 +10,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from roundtable.core.errors import ResourceError
+from roundtable.core.machine.file_access import sync_file, sync_folder
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -34,15 +35,9 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> tuple[str, i
 def sync(path: Path) -> None:
     """Waits until what was written to the file is safe from a power cut."""
     try:
-        file = os.open(path, os.O_RDONLY)
+        sync_folder(path) if path.is_dir() else sync_file(path)
     except OSError as error:
         raise explained(error, path) from error
-    try:
-        os.fsync(file)
-    except OSError as error:
-        raise explained(error, path) from error
-    finally:
-        os.close(file)
 
 
 def replace_synced(path: Path, blocks: Iterable[bytes | memoryview]) -> None:

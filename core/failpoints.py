@@ -17,6 +17,7 @@ import signal
 from typing import Protocol
 
 from roundtable.core.errors import ConfigError
+from roundtable.core.machine.stop_signals import KILL
 
 VARIABLE = "ROUNDTABLE_FAILPOINT"
 
@@ -53,7 +54,7 @@ RELAY_POINTS = {
     "receipt_handed_on": "the coordinator's receipt is at the relay, which still holds the update",
 }
 POINTS = {**COORDINATOR_POINTS, **AGENT_POINTS, **RELAY_POINTS}
-_ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_ACTIONS = {"kill": KILL, "stop": getattr(signal, "SIGSTOP", KILL)}
 
 
 class Failpoint:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from roundtable.core.errors import EncodingError, LayoutError
 from roundtable.core.layout import Layout
+from roundtable.core.machine.file_access import sync_folder
 from roundtable.core.paths import AnyPath
 from roundtable.core.tensor_spec import DTYPES, TensorSpec
 
@@ -151,11 +152,7 @@ def save_model(path: AnyPath, model: Model) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
 
 
 def open_model(path: AnyPath, layout: Layout | None = None) -> Model:

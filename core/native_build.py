@@ -7,7 +7,6 @@ compiler and for ROUNDTABLE_KERNELS=off.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
@@ -17,6 +16,9 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from roundtable.core.machine.file_locks import lock_file
+from roundtable.core.machine.process_facts import processor_flags, user_id
 
 _FLAGS = ("-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 _log = logging.getLogger(__name__)
@@ -34,7 +36,8 @@ def load_kernels(
     if os.environ.get("ROUNDTABLE_KERNELS", "").lower() in ("off", "0"):
         return None
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
-    if compiler is None or not source.is_file():
+    # Without users there is no folder of which nobody else could have written what is loaded.
+    if user_id() is None or compiler is None or not source.is_file():
         _log.info("no C++ compiler found: %s is not compiled, what it does runs slower", source.name)
         return None
     how = (level, "-ffp-contract=fast") if fused else (level, "-ffp-contract=off", "-fno-trapping-math")
@@ -57,7 +60,7 @@ def _compiled(compiler: str, source: Path, headers: Sequence[Path], how: Sequenc
         lock = os.open(folder, os.O_RDONLY)
         try:
             # Processes that start together wait for one of them, instead of compiling the same beside it.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_file(lock, wait=True)
             if not target.is_file():
                 _compile([compiler, *flags], source, target)
         finally:
@@ -81,15 +84,11 @@ def _cache_folder() -> Path:
     folder = Path(base) / "roundtable" / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if status.st_uid != user_id() or status.st_mode & 0o022:
         raise PermissionError(f"{folder} must belong to this user and be writable by nobody else")
     return folder
 
 
 def _processor() -> str:
     """What -march=native looks at: machines that share a home folder each get a library of their own."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor()
-    return next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
+    return processor_flags() or platform.processor()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,8 @@ from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import IdentityError, StorageError
 from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import Credentials, load_credentials
+from roundtable.core.machine.possible import must_be_possible
+from roundtable.core.machine.stop_signals import on_signals
 from roundtable.core.observability.log_levels import Verbosity
 from roundtable.core.observability.logs import announce
 from roundtable.core.observability.monitoring import monitored
@@ -316,6 +317,7 @@ def run_server(
     `trusted` trains on data of the coordinator's own, for rules that measure updates by them; `verbosity` is
     read anew at SIGHUP; `dashboard` serves the page while the coordinator is active.
     """
+    must_be_possible("a coordinator")
     tune_for_transfers()
     make = partial(Coordinator, config, trusted=trusted, dashboard=dashboard)
     asyncio.run(_until_signal(make, config, verbosity or Verbosity(config.log_levels)))
@@ -324,8 +326,7 @@ def run_server(
 async def _until_signal(make: Callable[[], Coordinator], config: ServerConfig, verbosity: Verbosity) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+    on_signals(lambda number: stopped.set())
     verbosity.heed()
     stopping = loop.create_task(stopped.wait())
     watchdog = loop.create_task(keep_watchdog())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from roundtable.core.errors import ConfigError, ResourceError
+from roundtable.core.machine.possible import must_be_possible, why_not
+from roundtable.core.machine.process_facts import cores
 from roundtable.simulation.backend import Backend, World
 from roundtable.simulation.backends.carried_task import pack_task
 from roundtable.simulation.backends.local import make_local
@@ -28,6 +28,7 @@ def make_backend(world: World) -> tuple[Backend, str]:
     if wanted == "sequential":
         return make_local("sequential", world, device=device_of(world)), "chosen by the job"
     if wanted == "processes":
+        must_be_possible('simulation.backend = "processes"')
         count = workers or cores()
         return Processes(world, count, device=device_of(world), packed=_must_pack(world)), "chosen by the job"
     if wanted == "ray":
@@ -53,6 +54,8 @@ def _spread(world: World, inner: str, workers: int | None, why: str, device: str
     count = workers or (1 if inner == "stacked" else cores())
     if count == 1:
         return make_local(inner, world, device=device), why
+    if (reason := why_not('simulation.backend = "processes"')) is not None:
+        return make_local(inner, world, device=device), f"{why}; in one process: {reason.partition(';')[0]}"
     try:
         packed = _packed(world, DATA_BUDGET // count)
     except ConfigError as error:
@@ -73,11 +76,6 @@ def _must_pack(world: World) -> bytes | None:
             f'simulation.backend = "{world.job.simulation.backend}": {error}; or name the task in the job '
             '(file.py:Class or module:Class), or choose backend = "sequential"'
         ) from error
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_of(world: World) -> str:

@@ -20,6 +20,7 @@ from roundtable.aggregation.rows.matrix import BLOCK_BYTES, Block, block_ranges,
 from roundtable.aggregation.rows.row_digests import DamagedRows
 from roundtable.core.encodings import GRID, Encoding, StreamKey, VectorReader
 from roundtable.core.errors import EncodingError, InvalidUpdate
+from roundtable.core.machine.file_access import PLAIN_READ
 from roundtable.core.paths import AnyPath
 
 _READ = 4 << 20
@@ -33,7 +34,7 @@ class FileBytes:
 
     def __init__(self, path: AnyPath, *, hashed: bool = False) -> None:
         self.path = Path(path)
-        self._file = os.open(self.path, os.O_RDONLY)
+        self._file = os.open(self.path, PLAIN_READ)
         self._left = os.fstat(self._file).st_size
         self._hash = blake3() if hashed else None
 

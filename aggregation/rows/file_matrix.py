@@ -30,6 +30,7 @@ from roundtable.aggregation.rows.matrix import (
 )
 from roundtable.aggregation.rows.row_digests import RowDigests
 from roundtable.core.errors import InvalidUpdate
+from roundtable.core.machine.file_access import PLAIN_READ, read_into
 from roundtable.core.paths import AnyPath
 
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -154,7 +155,7 @@ class FileMatrix(FileRows):
     def _open(self, stack: ExitStack) -> list[int]:
         files = []
         for path in self._paths:
-            file = os.open(path, os.O_RDONLY)
+            file = os.open(path, PLAIN_READ)
             stack.callback(os.close, file)
             files.append(file)
         return files
@@ -169,7 +170,7 @@ class FileMatrix(FileRows):
         for file, path, view in zip(files, self._paths, pieces, strict=True):
             done = 0
             while done < len(view):
-                count = os.preadv(file, [view[done:]], position + done)
+                count = read_into(file, view[done:], position + done)
                 if count == 0:
                     raise InvalidUpdate("layout", f"update {path} was cut short while it was read")
                 done += count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ import click
 from roundtable.cli.jobs.job_view import loading_lines
 from roundtable.cli.jobs.watch import Silent, follow, make_display
 from roundtable.cli.shared.output import duration, interruptible, print_json, say
+from roundtable.core.machine.stop_signals import on_closed
 
 if TYPE_CHECKING:
     from roundtable.demo import DemoResult
@@ -52,8 +52,7 @@ def demo(folder: Path, rounds: int | None, page: str | None, as_json: bool) -> N
         follow(operator.watch(job, patience=15.0), Silent() if as_json else make_display(False))
 
     # A terminal that is closed, or a plain kill, must not leave processes behind.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    on_closed(_interrupt)
     began = time.monotonic()
     with interruptible(f"All processes are stopped; what was written is in {folder}."):
         overrides = {} if rounds is None else {"rounds": rounds}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +24,7 @@ from roundtable.client.worker.own_budgets import STATED, OwnBudgets
 from roundtable.core.encodings.foreign.approval import not_approved
 from roundtable.core.errors import ResourceError, RoundtableError
 from roundtable.core.identity.handshake import check_connection
+from roundtable.core.machine.process_facts import user_id
 from roundtable.core.task import hash_of_task
 from roundtable.doctor.inquiries import Check, Inquiry, known
 from roundtable.doctor.machine_checks import (
@@ -86,11 +86,11 @@ def _device(config: AgentConfig) -> Iterator[Check]:
 
 def _user(config: AgentConfig, file: Path) -> Iterator[Check]:
     """What another user may read says nothing of the agent."""
-    if not hasattr(os, "geteuid") or not config.state.exists():
+    if (user := user_id()) is None or not config.state.exists():
         return
     owner = config.state.stat().st_uid
-    if owner != os.geteuid():
-        message = f"the state folder is user {owner}'s, and this runs as user {os.geteuid()}"
+    if owner != user:
+        message = f"the state folder is user {owner}'s, and this runs as user {user}"
         remedy = f"`sudo -u '#{owner}' roundtable client --config {quote(str(file.absolute()))} doctor`"
         yield Check("user", "warn", message, remedy)
 

@@ -31,6 +31,8 @@ from roundtable.core.identity.credentials import (
     load_credentials,
 )
 from roundtable.core.identity.handshake import check_connection, split_address
+from roundtable.core.machine.file_access import modes_count
+from roundtable.core.machine.process_facts import user_id
 from roundtable.doctor.inquiries import Check, Inquiry
 
 _GIB = 1 << 30
@@ -130,7 +132,7 @@ def folder_writable(name: str, folder: Path, setting: str) -> Check:
     """Whether this user can write there; a folder that is not there yet must be possible to make."""
     place = standing(folder)
     remedy = (
-        f"`sudo chown {os.getuid()} {quote(str(place))}` as the user who runs the service, or set {setting}"
+        f"`sudo chown {user_id()} {quote(str(place))}` as the user who runs the service, or set {setting}"
     )
     if not place.is_dir():
         return Check(name, "fail", f"{place} is not a folder", f"set {setting} to a folder")
@@ -139,10 +141,10 @@ def folder_writable(name: str, folder: Path, setting: str) -> Check:
             with tempfile.TemporaryFile(dir=place):
                 pass
         elif not os.access(place, os.W_OK | os.X_OK):
-            message = f"{folder} cannot be made: {place} is not writable by user {os.getuid()}"
+            message = f"{folder} cannot be made: {place} is not writable by user {user_id()}"
             return Check(name, "fail", message, remedy)
     except OSError as error:
-        message = f"{folder} cannot be written by user {os.getuid()}: {error.strerror}"
+        message = f"{folder} cannot be written by user {user_id()}: {error.strerror}"
         return Check(name, "fail", message, remedy)
     return Check(name, "ok", f"{folder} can be written")
 
@@ -216,7 +218,7 @@ def _certificates(credentials: Path | None) -> Iterator[Check]:
 
 def _judged(credentials: Path, shown: Credentials) -> Iterator[Check]:
     key = credentials / NODE_KEY
-    if key.stat().st_mode & 0o077:
+    if modes_count() and key.stat().st_mode & 0o077:
         remedy = f"`chmod 600 {quote(str(key))}`"
         yield Check("certificates", "warn", f"{key} can be read by others", remedy)
     yield _dated(

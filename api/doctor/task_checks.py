@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from shlex import quote
 
 from roundtable.client.agent.state_lock import locked
@@ -21,6 +20,7 @@ from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ResourceError
 from roundtable.core.identity.credentials import load_credentials
+from roundtable.core.machine.process_facts import free_memory
 from roundtable.doctor.inquiries import Check, Inquiry, known
 from roundtable.doctor.machine_checks import standing
 
@@ -148,18 +148,3 @@ def _disk(config: AgentConfig, name: str, found: Rehearsed) -> Check:
         du = f"`du -xh {quote(str(place))} | sort -h | tail` shows what takes it"
         return Check("disk", "fail", message, f"{du}; or lower [limits] cached_models")
     return Check("disk", "ok", message)
-
-
-def free_memory() -> int | None:
-    """Bytes that this process and its children may still take; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / f"memory.{file}").read_text()) for file in ("max", "current"))
-    except (OSError, ValueError):
-        return free
-    return min(free, max(0, limit - used))

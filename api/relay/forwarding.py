@@ -14,6 +14,7 @@ from roundtable.client.agent.connection import PASSING, Backoff, Link
 from roundtable.client.durable_files import digest_of
 from roundtable.core.errors import TransferError
 from roundtable.core.failpoints import failpoint
+from roundtable.core.machine.file_access import PLAIN_READ, read_at
 from roundtable.core.observability.logs import request_metadata, requesting
 from roundtable.proto import CHUNK_BYTES, agent_pb2
 from roundtable.proto.pieces import Piece
@@ -153,9 +154,9 @@ async def _parts(held: Held, offset: int) -> AsyncIterator[Any]:
     header.CopyFrom(held.header)
     header.offset = offset
     yield header
-    file = os.open(held.path, os.O_RDONLY)
+    file = os.open(held.path, PLAIN_READ)
     try:
-        while data := await asyncio.to_thread(os.pread, file, CHUNK_BYTES, offset):
+        while data := await asyncio.to_thread(read_at, file, CHUNK_BYTES, offset):
             yield Piece(offset, data)
             offset += len(data)
     finally:

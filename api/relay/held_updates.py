@@ -12,10 +12,11 @@ from google.protobuf.message import DecodeError
 from roundtable.client.durable_files import digest_of, replace_synced
 from roundtable.core.errors import ResourceError, RoundtableError
 from roundtable.core.failpoints import failpoint
+from roundtable.core.machine.file_access import sync_folder
 from roundtable.proto import agent_pb2, relay_pb2
 from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.door.from_agents import offer_of
-from roundtable.server.storage.blobs import BlobWriter, sync_folder
+from roundtable.server.storage.blobs import BlobWriter
 
 log = logging.getLogger("roundtable.relay")
 

@@ -19,6 +19,8 @@ from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import IdentityError
 from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import load_credentials, load_silo_identity
+from roundtable.core.machine.possible import must_be_possible
+from roundtable.core.machine.stop_signals import on_signals
 from roundtable.core.observability.log_levels import Verbosity
 from roundtable.core.observability.logs import announce
 from roundtable.core.observability.monitoring import monitored
@@ -189,18 +191,18 @@ def run_relay(config: RelayConfig, verbosity: Verbosity | None = None) -> int:
 
     Raises RoundtableError for what a person has to mend; `verbosity` is read anew at SIGHUP.
     """
+    must_be_possible("a relay")
     return asyncio.run(_run(Relay(config), verbosity or Verbosity(config.log_levels)))
 
 
 async def _run(relay: Relay, verbosity: Verbosity) -> int:
-    loop, received = asyncio.get_running_loop(), []
+    received: list[signal.Signals] = []
 
     def interrupt(number: signal.Signals) -> None:
         received.append(number)
         relay.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt, number)
+    on_signals(interrupt)
     verbosity.heed()
     watchdog = asyncio.create_task(keep_watchdog())
     telling = asyncio.create_task(_tell(relay))

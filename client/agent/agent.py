@@ -48,6 +48,8 @@ from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
 from roundtable.core.identity.credentials import load_credentials
 from roundtable.core.identity.lifetimes import Lifetimes
+from roundtable.core.machine.possible import must_be_possible
+from roundtable.core.machine.stop_signals import on_signals
 from roundtable.core.observability.log_levels import Verbosity
 from roundtable.core.observability.logs import belongs_to, requesting
 from roundtable.core.observability.monitoring import monitored
@@ -364,12 +366,15 @@ def run_agent(
 
     Raises RoundtableError for what a person has to mend.
     """
+    if config.policy.max_memory is not None:
+        must_be_possible("[policy] max_memory")
+    if config.cluster is not None:
+        must_be_possible("[cluster]")
     agent = Agent(config, trainer, examine=examine)
     return asyncio.run(_run(config, agent, verbosity or Verbosity(config.log_levels)))
 
 
 async def _run(config: AgentConfig, agent: Agent, verbosity: Verbosity) -> int:
-    loop = asyncio.get_running_loop()
     received: list[signal.Signals] = []
 
     def interrupt(number: signal.Signals) -> None:
@@ -380,8 +385,7 @@ async def _run(config: AgentConfig, agent: Agent, verbosity: Verbosity) -> int:
         _log.info("stopping; finished updates are kept and delivered at the next start")
         agent.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt, number)
+    heeded_no_more = on_signals(interrupt)
     verbosity.heed()
     tell_systemd("started", ready=True)
     watchdog = asyncio.create_task(keep_watchdog())
@@ -392,6 +396,5 @@ async def _run(config: AgentConfig, agent: Agent, verbosity: Verbosity) -> int:
         await agent.run()
     finally:
         watchdog.cancel()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        heeded_no_more()
     return 130 if signal.SIGINT in received else 0

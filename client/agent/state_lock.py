@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from roundtable.core.errors import ResourceError
+from roundtable.core.machine.file_locks import lock_file
 
 
 @contextmanager
@@ -29,7 +28,7 @@ def locked(folder: Path) -> Iterator[None]:
         ) from error
     with file:
         try:
-            _take(file)
+            lock_file(file.fileno())
         except OSError as error:
             file.seek(0)
             holder = file.read().strip() or "unknown"
@@ -41,14 +40,3 @@ def locked(folder: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
-
-
-def _take(file: IO[str]) -> None:
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

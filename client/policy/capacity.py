@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from roundtable.client.policy.config import AgentConfig
+from roundtable.core.machine.process_facts import physical_memory
 
 
 class SiloCapacity(NamedTuple):
@@ -28,7 +28,7 @@ def capacity_of(config: AgentConfig) -> SiloCapacity:
         gpus = min(gpus, 1)
     if config.policy.max_gpus is not None:
         gpus = min(gpus, config.policy.max_gpus)
-    memory = config.policy.memory_bytes or _physical_memory()
+    memory = config.policy.memory_bytes or physical_memory() or 0
     return SiloCapacity(config.jobs, gpus, memory, _free_disk(config.state))
 
 
@@ -37,10 +37,3 @@ def _free_disk(folder: Path) -> int:
         return shutil.disk_usage(folder).free
     except OSError:
         return 0
-
-
-def _physical_memory() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return 0  # Neither macOS nor Windows tells it in this way.

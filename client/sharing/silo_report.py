@@ -28,6 +28,7 @@ from roundtable.core.errors import RoundtableError
 from roundtable.core.evidence.release import release
 from roundtable.core.foreign_text import json_text, printable
 from roundtable.core.identity.certificates import SECRET_VARIABLES
+from roundtable.core.machine.process_facts import load_average, memory_table
 from roundtable.core.observability.logs import place_of
 from roundtable.core.observability.released import Tells, is_told
 from roundtable.proto import PROTOCOL_VERSION
@@ -149,14 +150,11 @@ def _configuration(config: AgentConfig) -> dict[str, Any]:
 
 def _machine(state: Path) -> dict[str, Any]:
     disk = shutil.disk_usage(state)
-    memory = {}
-    for line in _lines_of(Path("/proc/meminfo")):
-        name, _, rest = line.partition(":")
-        if name in ("MemTotal", "MemAvailable", "SwapFree"):
-            memory[name] = int(rest.split()[0]) << 10
+    told = ("MemTotal", "MemAvailable", "SwapFree")
+    memory = {name: size for name, size in memory_table().items() if name in told}
     return {
         "cpus": os.cpu_count(),
-        "load": list(os.getloadavg()),
+        "load": list(load_average()),
         "memory": memory,
         "disk": {"total": disk.total, "free": disk.free},
         "devices": list(list_devices()),

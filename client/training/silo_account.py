@@ -7,7 +7,6 @@ done again draws new noise and is charged again.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from roundtable.client.durable_files import replace_synced
 from roundtable.core.errors import PrivacyError
+from roundtable.core.machine.file_locks import lock_file
 from roundtable.core.privacy_table import Private
 from roundtable.privacy import Budget, Charge
 from roundtable.privacy.example_level import SiloAccount, Sources, secure_sources
@@ -64,14 +64,7 @@ def payment(
 def in_turn(folder: Path) -> Iterator[None]:
     """One charge at a time: the agent charges masked sums, its training process everything else."""
     with (folder / ".lock").open("w") as file:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file.fileno(), wait=True)
         yield
 
 

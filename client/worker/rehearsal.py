@@ -7,7 +7,6 @@ because nothing leaves that would have to be.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import TaskError
 from roundtable.core.initial_model import initial_vector, job_layout
+from roundtable.core.machine.process_facts import peak_memory
 from roundtable.core.plugins.calls import LackingParameters
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.core.task import Site, initial_state, load_task
@@ -68,7 +68,7 @@ def rehearse(
     try:
         task = load_task(order.task, Path(settings.folder), parameters=job.task.parameters)
     except LackingParameters as error:
-        return Rehearsed(0, job.algorithm.batch_size, False, _held(), 0, error.names)
+        return Rehearsed(0, job.algorithm.batch_size, False, peak_memory() or 0, 0, error.names)
     begins(1)
     made = initial_state(task, job.seed)
     algorithm = make_algorithm(job.algorithm)
@@ -98,17 +98,7 @@ def rehearse(
             batch_size=part_of_batch(job, 0, evaluation=True),
             batches=1,
         )
-    return Rehearsed(layout.size, job.algorithm.batch_size, evaluates, _held(), _held_of(device))
-
-
-def _held() -> int:
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    # Kibibytes, but on macOS bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return Rehearsed(layout.size, job.algorithm.batch_size, evaluates, peak_memory() or 0, _held_of(device))
 
 
 def _held_of(device: torch.device) -> int:

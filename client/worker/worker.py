@@ -7,7 +7,6 @@ ends when its input does, and on Linux it dies with the agent.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import math
@@ -18,7 +17,6 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TextIO
 
 from roundtable.client.failures import diagnose
@@ -26,9 +24,9 @@ from roundtable.client.training.local_work import Stopped
 from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.rehearsal import ACTS, rehearse
 from roundtable.client.worker.worker_order import Order
+from roundtable.core.machine.process_facts import die_with_parent, held_memory
 
 _PROGRESS_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
 _MEMORY_SECONDS = 0.1
 _FATAL = ("out_of_memory", "gpu_error")
 
@@ -127,9 +125,7 @@ def _watch_memory(most: int, answers: TextIO) -> None:
 
     What is resident counts, not the address space: a CUDA context maps far more than it holds.
     """
-    statistics, page = Path("/proc/self/statm"), os.sysconf("SC_PAGE_SIZE")
-    while statistics.exists():
-        held = int(statistics.read_text().split()[1]) * page
+    while (held := held_memory()) is not None:
         if held > most:
             detail = (
                 f"the training process holds {held >> 20} MiB, and this silo allows {most >> 20} MiB "
@@ -145,15 +141,6 @@ def _say(answers: TextIO, message: dict[str, Any]) -> None:
     with _SAYING:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to end this process when its parent ends."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 if __name__ == "__main__":

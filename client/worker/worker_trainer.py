@@ -23,6 +23,7 @@ from roundtable.client.worker.executor import Settings, choose_device, part_of_b
 from roundtable.client.worker.rehearsal import Rehearsed
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.identity.certificates import SECRET_VARIABLES
+from roundtable.core.machine.process_facts import proc_text
 from roundtable.core.observability.logs import shareable
 from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.observability.transfer_figures import Writing
@@ -345,9 +346,7 @@ def _post_mortem(code: int, kills_before: int | None, output: list[str]) -> Work
 
 def _oom_kills() -> int | None:
     """How many processes this machine's kernel has killed for want of memory; None if it does not say."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return None
-    counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+    counts = [
+        int(line.split()[1]) for line in proc_text("vmstat").splitlines() if line.startswith("oom_kill ")
+    ]
     return counts[0] if counts else None

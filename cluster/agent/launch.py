@@ -7,7 +7,7 @@ import sys
 
 from torch.distributed.run import main as torchrun
 
-from roundtable.client.worker.worker import die_with_parent
+from roundtable.core.machine.process_facts import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))

@@ -17,6 +17,7 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.gpus import VISIBLE, gpu_names
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core.identity.certificates import SECRET_VARIABLES
+from roundtable.core.machine.stop_signals import KILL, kill_group
 
 _log = logging.getLogger("roundtable.agent")
 _END_SECONDS = 10.0
@@ -94,13 +95,13 @@ class Launcher:
             try:
                 await asyncio.wait_for(asyncio.shield(self._process.wait()), _END_SECONDS)
             except TimeoutError:
-                self._signal(signal.SIGKILL)
+                self._signal(KILL)
                 await self._process.wait()
         self._listener.cancel()
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal(self, number: int) -> None:
         if self._process.returncode is None:
-            os.killpg(self._process.pid, number)
+            kill_group(self._process, number)
 
     async def _listen(self) -> None:
         """Logs what the ranks print, however it is printed: who does not read blocks who writes.

@@ -21,6 +21,7 @@ from roundtable.cluster.parallel.packed_layers import unpacked_name
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import EncodingError, LayoutError
 from roundtable.core.layout import Layout
+from roundtable.core.machine.file_access import PLAIN_WRITE, write_part
 from roundtable.core.tensor_spec import TensorSpec
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
@@ -146,7 +147,7 @@ def write_deltas(
     `change` is applied to each part first. The file exists and has its full size.
     """
     dtype = _dense(encoding)
-    file = os.open(path, os.O_WRONLY)
+    file = os.open(path, PLAIN_WRITE)
     try:
         for spec, region, part in deltas(tensors, places, start, meshes):
             delta = part if change is None else change(part)
@@ -206,7 +207,7 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 def write_at(file: int, data: bytes, offset: int) -> None:
     """Writes all of the bytes at this offset."""
     while data:
-        done = os.pwrite(file, data, offset)
+        done = write_part(file, data, offset)
         data, offset = data[done:], offset + done
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,6 +14,7 @@ from typing_extensions import override
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.core.errors import ConfigError
+from roundtable.core.machine.process_facts import group_memory, physical_memory
 
 GpuProducts = Literal["bfloat16", "float16", "float32"]
 NEWEST: GpuProducts = "bfloat16"
@@ -130,8 +129,6 @@ def _asked_of_gpus(count: int) -> tuple[int, GpuProducts]:
 
 
 def _memory_of_cpu() -> int:
-    limit = Path("/sys/fs/cgroup/memory.max")
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        return min(total, int(text))
-    return total
+    total, limit = physical_memory(), group_memory("max")
+    assert total is not None, "groups of ranks are refused elsewhere"
+    return total if limit is None else min(total, limit)

@@ -21,6 +21,7 @@ from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import Places, local_of, region_of, runs_of, write_at
 from roundtable.core.layout import Layout
+from roundtable.core.machine.file_access import PLAIN_WRITE
 from roundtable.core.models import SAFETENSORS
 from roundtable.core.tensor_spec import DTYPES
 
@@ -67,7 +68,7 @@ def _write(
     base: int,
     meshes: Meshes,
 ) -> None:
-    file = os.open(path, os.O_WRONLY)
+    file = os.open(path, PLAIN_WRITE)
     try:
         for name, tensor in tensors:
             spec = places.find(name)

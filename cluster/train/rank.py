@@ -27,7 +27,6 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.training.local_work import Stopped
 from roundtable.client.worker.executor import Settings
-from roundtable.client.worker.worker import die_with_parent
 from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_text
 from roundtable.cluster.plan.links import known_links
 from roundtable.cluster.plan.resources import Resources
@@ -39,6 +38,7 @@ from roundtable.cluster.train.round_reports import StepReport, Wishes
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError
 from roundtable.core.evidence.release import release
+from roundtable.core.machine.process_facts import die_with_parent
 
 SETTINGS = "settings.json"
 _AGENT_SECONDS = 300.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ from roundtable.cluster.parallel.routing import ExpertShares
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.cluster.stepping.compile_trial import CompileTrial
+from roundtable.core.machine.process_facts import peak_memory
 
 
 @dataclass(frozen=True)
@@ -267,4 +267,4 @@ def most_memory(device: torch.device) -> int:
     """The most bytes held so far by the device, or by this process where that is the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return peak_memory() or 0

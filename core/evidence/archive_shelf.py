@@ -18,6 +18,7 @@ from roundtable.core.evidence.audit_archive import (
 )
 from roundtable.core.evidence.audit_log import Log, read_log
 from roundtable.core.identity.credentials import Role
+from roundtable.core.machine.file_access import sync_folder
 
 _STATEMENT = '{"archive"'
 
@@ -104,11 +105,7 @@ def write_archive(place: Path, lines: Iterable[str]) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(place)
-        descriptor = os.open(place.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(place.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ResourceError(f"{place} cannot be written: {error.strerror}") from error

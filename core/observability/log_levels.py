@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
 from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 from roundtable.core.errors import RoundtableError
+from roundtable.core.machine.stop_signals import on_hangup
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
@@ -57,5 +56,5 @@ class Verbosity:
         )
 
     def heed(self) -> None:
-        """Reads anew at SIGHUP, in the running event loop."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.read_anew)
+        """Reads anew at SIGHUP, in the running event loop, where the system has that signal."""
+        on_hangup(self.read_anew)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import secrets
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from roundtable.core.errors import ResourceError, StorageError
 from roundtable.core.identity.credentials import Credentials
+from roundtable.core.machine.file_locks import lock_file
 from roundtable.core.observability.logs import announce
 from roundtable.core.observability.watchdog import tell_systemd
 from roundtable.server.config import ServerConfig
@@ -164,7 +164,7 @@ def _lock(folder: Path, name: str, what: str) -> int:
             "by the user who runs the coordinator"
         ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor)
     except OSError:
         os.close(descriptor)
         raise ResourceError(

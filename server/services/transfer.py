@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from roundtable.core.errors import StorageError
 from roundtable.core.failpoints import failpoint
+from roundtable.core.machine.file_access import PLAIN_READ, read_at
 from roundtable.proto import CHUNK_BYTES
 from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Context, Refusal
@@ -106,7 +107,7 @@ async def send(context: Context, path: Path, digest: str, offset: int, threads: 
     """
     loop = asyncio.get_running_loop()
     hasher = None if offset else blake3()
-    file, first = os.open(path, os.O_RDONLY), offset
+    file, first = os.open(path, PLAIN_READ), offset
     ahead: asyncio.Future[list[bytes]] | None = None
     try:
         size = os.fstat(file).st_size
@@ -178,7 +179,7 @@ async def receive(
 def _read(file: int, offset: int, hasher: blake3 | None) -> list[bytes]:
     pieces = []
     for _ in range(AT_ONCE):
-        data = os.pread(file, CHUNK_BYTES, offset)
+        data = read_at(file, CHUNK_BYTES, offset)
         if not data:
             break
         if hasher is not None:

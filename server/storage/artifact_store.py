@@ -33,7 +33,8 @@ from blake3 import blake3
 from roundtable.core.bounds import is_digest
 from roundtable.core.errors import ResourceError, StorageError
 from roundtable.core.failpoints import failpoint
-from roundtable.server.storage.blobs import BlobWriter, os_error, sync_folder
+from roundtable.core.machine.file_access import sync_folder
+from roundtable.server.storage.blobs import BlobWriter, os_error
 from roundtable.server.storage.bucket import Bucket
 
 log = logging.getLogger("roundtable.server.storage.artifact_store")

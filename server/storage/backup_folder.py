@@ -8,7 +8,6 @@ FOLDER/encryption.json      of an encrypted one: how its key is made. Names and 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,7 +18,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from roundtable.core.errors import StorageError
-from roundtable.server.storage.blobs import os_error, sync_folder
+from roundtable.core.machine.file_access import sync_folder
+from roundtable.core.machine.file_locks import lock_file
+from roundtable.server.storage.blobs import os_error
 from roundtable.server.storage.copies import make_folders, pieces_of, write_file
 from roundtable.server.storage.location import blob_name
 from roundtable.server.storage.sealing import HEADER, BackupKey, SetCipher
@@ -133,7 +134,7 @@ def staged(folder: Path) -> Iterator[Path]:
         raise os_error(error, folder) from error
     with (staging / _LOCK).open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock.fileno())
         except BlockingIOError:
             raise StorageError(f"another backup is being written into {folder} right now") from None
         try:

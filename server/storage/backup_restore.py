@@ -18,10 +18,10 @@ from sqlalchemy.engine import Connection
 from roundtable.core.errors import StorageError
 from roundtable.core.evidence.audit_log import entry
 from roundtable.core.identity.credentials import CA_CERTIFICATE, SiloIdentity, identity_of, load_silo_identity
+from roundtable.core.machine.file_access import sync_folder
 from roundtable.server.config import ServerConfig
 from roundtable.server.storage.backup_folder import MANIFEST, BackupFolder, object_name
 from roundtable.server.storage.backup_proof import check_files, check_rows, open_manifest
-from roundtable.server.storage.blobs import sync_folder
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.copies import checked, make_folders, write_file
 from roundtable.server.storage.location import blob_name

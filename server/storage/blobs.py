@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import threading
@@ -14,12 +12,12 @@ from pathlib import Path
 from blake3 import blake3
 
 from roundtable.core.errors import ResourceError, StorageError, TransferError
+from roundtable.core.machine.file_access import set_direct, start_write_back
 
 WRITE_BACK_BYTES = 16 << 20
 READ_BYTES = 4 << 20
 DIRECT_BYTES = 1 << 20
 _ALIGNMENT = 4096
-_SYNC_FILE_RANGE_WRITE = 2
 
 
 def os_error(error: OSError, path: Path) -> ResourceError | StorageError:
@@ -29,15 +27,6 @@ def os_error(error: OSError, path: Path) -> ResourceError | StorageError:
             f"the disk of {path.parent} is full: free some space; nothing half written is used"
         )
     return StorageError(f"{path} cannot be written or read: {error.strerror}; check the disk")
-
-
-def sync_folder(folder: Path) -> None:
-    """Syncs a folder, so that the names in it are durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class BlobWriter:
@@ -77,7 +66,7 @@ class BlobWriter:
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             self._go_on(self._from)
-            self._direct = self._direct and _set_direct(self._file, True)
+            self._direct = self._direct and set_direct(self._file, True)
         except OSError as error:
             raise os_error(error, self.path) from error
         return self
@@ -95,7 +84,7 @@ class BlobWriter:
             raise os_error(error, self.path) from error
         self._absorb(view)
         if not self._direct and self.offset - self._write_back_from >= WRITE_BACK_BYTES:
-            _start_write_back(self._file, self._write_back_from, self.offset - self._write_back_from)
+            start_write_back(self._file, self._write_back_from, self.offset - self._write_back_from)
             self._write_back_from = self.offset
 
     def check(self) -> str:
@@ -146,7 +135,7 @@ class BlobWriter:
         if view:
             self._direct = False
             self._write_back_from = self.offset
-            _set_direct(self._file, False)
+            set_direct(self._file, False)
         return view
 
     def _go_on(self, offset: int | None) -> None:
@@ -176,37 +165,3 @@ def _aligned_buffer() -> memoryview:
         _buffers.block = memoryview(mmap.mmap(-1, DIRECT_BYTES))
     block: memoryview = _buffers.block
     return block
-
-
-def _set_direct(file: int, direct: bool) -> bool:
-    """Switches direct writing on or off; False where the file system has none."""
-    flag = getattr(os, "O_DIRECT", 0)
-    if not flag:
-        return False
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(file, fcntl.F_SETFL, flags | flag if direct else flags & ~flag)
-    except OSError:
-        return False
-    return True
-
-
-def _find_write_back() -> Callable[..., int] | None:
-    """Linux's sync_file_range: without it the final sync has more to do, and nothing else changes."""
-    try:
-        return ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError, TypeError):
-        return None
-
-
-_write_back = _find_write_back()
-
-
-def _start_write_back(file: int, start: int, count: int) -> None:
-    if _write_back is not None:
-        _write_back(
-            ctypes.c_int(file),
-            ctypes.c_int64(start),
-            ctypes.c_int64(count),
-            ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
-        )

@@ -9,8 +9,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from roundtable.core.errors import StorageError
+from roundtable.core.machine.file_access import sync_folder
 from roundtable.server.config import ServerConfig
-from roundtable.server.storage.blobs import READ_BYTES, os_error, sync_folder
+from roundtable.server.storage.blobs import READ_BYTES, os_error
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.location import Location, blob_name
 

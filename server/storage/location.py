@@ -21,7 +21,8 @@ from blake3 import blake3
 
 from roundtable.core.errors import ConfigError, RoundtableError, StorageError
 from roundtable.core.extras import missing
-from roundtable.server.storage.blobs import os_error, sync_folder
+from roundtable.core.machine.file_access import sync_folder
+from roundtable.server.storage.blobs import os_error
 
 _log = logging.getLogger(__name__)
 PIECE = 4 << 20

@@ -7,7 +7,6 @@ power. PostgreSQL does the same by default.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import secrets
 import time
@@ -22,6 +21,8 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError, SQLAlchemyError
 
 from roundtable.core.errors import ConfigError, StorageError
+from roundtable.core.machine.file_locks import lock_file
+from roundtable.core.machine.possible import must_be_possible
 from roundtable.server.store import tables
 from roundtable.server.store.migrate import is_current, upgrade
 
@@ -80,6 +81,7 @@ class Database:
     def connect(cls, address: str, stalled_seconds: float = 0.0) -> Database:
         """Without touching the tables. PostgreSQL ends a transaction in which we stand still for
         `stalled_seconds` (0: never)."""
+        must_be_possible("a coordinator")
         url = _parse(address)
         options = {"idle_in_transaction_session_timeout": round(1000 * stalled_seconds)}
         return cls(url, _engine(url, "BEGIN IMMEDIATE", options), _engine(url, "BEGIN", options))
@@ -123,7 +125,7 @@ class Database:
         """
         if self.embedded:
             with self._folder() as descriptor:
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                lock_file(descriptor, wait=True, shared=True)
                 yield
             return
         try:
@@ -141,7 +143,7 @@ class Database:
             return
         with self._folder() as descriptor:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(descriptor)
             except BlockingIOError:
                 yield False
             else:

@@ -22,6 +22,7 @@ from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import job_from_json
 from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.core.initial_model import initial_model
+from roundtable.core.machine.process_facts import prefer_to_be_killed
 from roundtable.core.task import load_task
 from roundtable.simulation.backend import Backend, Failed, Measured, Trained, Work, World
 from roundtable.simulation.backends.carried_task import unpack_task
@@ -37,7 +38,8 @@ def main() -> None:
     """Serves one simulation until it closes the connection."""
     # Ctrl-C goes to the whole terminal; the simulation ends its workers itself, by closing the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _prefer_to_be_killed()
+    # A worker is replaced, the simulation is not.
+    prefer_to_be_killed()
     torch.set_num_threads(1)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     with contextlib.suppress(PeerGone):
@@ -172,9 +174,3 @@ def start_message(world: World, packed: int | None, inner: str, device: str, bud
         "device": device,
         "budget": budget,
     }
-
-
-def _prefer_to_be_killed() -> None:
-    """If memory runs out, the system should take a worker: it is replaced, the simulation is not."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("500", encoding="utf-8")

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from roundtable.core.errors import ConfigError, ResourceError, TaskError
+from roundtable.core.machine.stop_signals import KILL
 from roundtable.simulation.backend import Backend, Failed, Measured, Trained, Work, World
 from roundtable.simulation.backends.frames import Channel, PeerGone
 from roundtable.simulation.backends.local import make_local
@@ -319,7 +319,7 @@ class Processes:
                     order.queues[worker.number].appendleft(place)
                     continue
                 order.left -= 1
-                kind = "out_of_memory" if worker.process.returncode == -signal.SIGKILL else "node_failure"
+                kind = "out_of_memory" if worker.process.returncode == -KILL else "node_failure"
                 yield Failed(
                     item.client, kind, f"two worker processes died while they ran it; the last one {how}"
                 )
@@ -358,6 +358,6 @@ class Processes:
 
 
 def _cause_of_death(code: int) -> str:
-    if code == -signal.SIGKILL:
+    if code == -KILL:
         return "was killed (signal 9, which is what the out-of-memory killer sends)"
     return f"died of signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -15,7 +15,6 @@ killed at any moment goes on from its last committed round. The history may then
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, StorageError
+from roundtable.core.machine.file_locks import lock_file
 from roundtable.core.models import Model, model_blocks, open_model
 from roundtable.engine import Best, ServerState, record_from_plain, record_to_plain
 from roundtable.engine.messages import Note, RoundRecord
@@ -51,7 +51,7 @@ class RunDirectory:
         try:
             self._state.mkdir(parents=True, exist_ok=True)
             self._lock = (path / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._lock.fileno())
         except BlockingIOError as error:
             raise StorageError(f"{path} is in use by another process; choose another folder") from error
         except OSError as error:

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from typing_extensions import override
 
-_PROC = Path("/proc")
+from roundtable.core.machine.process_facts import peak_memory, proc_files, proc_text
 
 
 @dataclass(frozen=True)
 class Usage:
-    """memory: resident bytes, what processes share counted once. cores: cores kept busy since the last
-    look. gpu_memory: bytes in use on the GPU, by whomever; None where there is none."""
+    """memory: resident bytes, what processes share counted once; None where the system does not tell.
+    cores: cores kept busy since the last look. gpu_memory: bytes in use on the GPU, by whomever; None where
+    there is none."""
 
-    memory: int
+    memory: int | None
     cores: float
     gpu_memory: int | None = None
 
     @override
     def __str__(self) -> str:
         gpu = "" if self.gpu_memory is None else f", GPU {self.gpu_memory / (1 << 30):.1f} GiB"
-        return f"{self.memory / (1 << 20):.0f} MiB, {self.cores:.1f} cores{gpu}"
+        memory = "" if self.memory is None else f"{self.memory / (1 << 20):.0f} MiB, "
+        return f"{memory}{self.cores:.1f} cores{gpu}"
 
 
 class Meter:
@@ -51,22 +50,20 @@ class Meter:
 
 
 def _descendants(process: int) -> Iterator[int]:
-    for thread in (_PROC / str(process) / "task").glob("*/children"):
-        for child in map(int, _text(thread).split()):
+    for thread in proc_files(f"{process}/task/*/children"):
+        for child in map(int, proc_text(thread).split()):
             yield child
             yield from _descendants(child)
 
 
-def _memory() -> int:
-    if not _PROC.is_dir():
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else 1024 * peak
-    own = _status(os.getpid(), "VmRSS")
+def _memory() -> int | None:
+    if not (own := _status(os.getpid(), "VmRSS")):
+        return peak_memory()
     return own + sum(_status(process, "RssAnon") for process in _descendants(os.getpid()))
 
 
 def _status(process: int, field: str) -> int:
-    for line in _text(_PROC / str(process) / "status").splitlines():
+    for line in proc_text(f"{process}/status").splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return 1024 * int(value.split()[0])
@@ -75,17 +72,9 @@ def _status(process: int, field: str) -> int:
 
 def _processor_seconds(process: int) -> float:
     # After the command's name, which may hold anything, user and system time are the 12th and 13th field.
-    fields = _text(_PROC / str(process) / "stat").rpartition(")")[2].split()
+    fields = proc_text(f"{process}/stat").rpartition(")")[2].split()
     ticks = sum(map(int, fields[11:13])) if len(fields) > 12 else 0
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _text(file: Path) -> str:
-    """Empty for a process that has just ended."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _gpu_memory() -> int | None:

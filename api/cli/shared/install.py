@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import pwd
 import shutil
 import subprocess
 import sys
@@ -12,12 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from pwd import struct_passwd
 
 from roundtable.cli.shared.options import json_option
 from roundtable.cli.shared.output import tell
 from roundtable.core.errors import ConfigError
+from roundtable.core.machine.possible import must_be_possible
 
 systemd_option = click.option(
     "--systemd", is_flag=True, help="Write a unit for systemd; the only kind so far."
@@ -95,6 +99,9 @@ def write_unit(service: Service, systemd: bool, out: Path, user: str | None, as_
     """Writes the unit and makes the service's folders. Raises ConfigError where that cannot be done."""
     if not systemd:
         raise click.UsageError("say which kind of service: --systemd")
+    must_be_possible("install")
+    import pwd
+
     who, unit = user or getpass.getuser(), f"{service.unit}.service"
     text = _unit(service, who)
     try:
@@ -122,7 +129,7 @@ def write_unit(service: Service, systemd: bool, out: Path, user: str | None, as_
     )
 
 
-def _check_access(service: Service, user: pwd.struct_passwd) -> None:
+def _check_access(service: Service, user: struct_passwd) -> None:
     """ConfigError unless the user may read the settings and credentials and write the folders."""
     if user.pw_uid == os.geteuid():
         return

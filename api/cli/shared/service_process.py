@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import resource
 from collections.abc import Callable
 
+from roundtable.core.machine.process_facts import keep_files_private
 from roundtable.core.observability.log_levels import LogLevels, Verbosity
 from roundtable.core.observability.logs import LogFormat, write_logs
 
@@ -18,7 +17,6 @@ def service_process(
     `read_anew` gives the levels that the settings name now. Its files are for this user alone, and it leaves
     no core file, because its keys would be in it.
     """
-    os.umask(0o077)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    keep_files_private()
     write_logs(log_format)
     return Verbosity(levels, read_anew)

@@ -14,7 +14,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from roundtable.core.errors import StorageError
-from roundtable.server.storage.blobs import os_error, sync_folder
+from roundtable.core.machine.file_access import sync_folder
+from roundtable.server.storage.blobs import os_error
 
 
 class Journal:
