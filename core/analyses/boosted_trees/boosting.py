@@ -39,7 +39,7 @@ from roundtable.core.tables.table_reading import DataTable
 
 GROWING, LAST_LOSS = 100, 101
 _VALUES_A_ROUND = 1 << 20
-_MOST_SLOTS = 16
+_MOST_SLOTS = 8
 _HALF = 0.5
 
 
@@ -215,12 +215,12 @@ class BoostedTrees(Question):
         if stage < GROWING:
             return self._first_sums(rows, public, stage)
         state = self._state(table, rows, public)
-        losses = np.array([self.objective.loss(state.margins[part], outcome[part]) for part in (~held, held)])
-        if stage == LAST_LOSS:
-            return {"losses": losses}
         asked = public["asked"].astype(np.int64)
-        sums = self._histograms(state, held, asked)
-        return sums | ({"losses": losses} if (asked == 0).any() else {})
+        sums = {} if stage == LAST_LOSS else self._histograms(state, held, asked)
+        if stage == LAST_LOSS or (asked == 0).any():
+            losses = [self.objective.loss(state.margins[part], outcome[part]) for part in (~held, held)]
+            sums["losses"] = np.array(losses)
+        return sums
 
     def _first_sums(self, rows: dict[str, Any], public: Arrays, stage: int) -> dict[str, Doubles]:
         train = ~rows["held"]
@@ -239,6 +239,7 @@ class BoostedTrees(Question):
         return found
 
     def _state(self, table: DataTable, rows: dict[str, Any], public: Arrays) -> BoostedRows:
+        self.grower.check(public)
         cuts, base = public["cuts"], float(public["base"][0])
         bins = remembered(
             table.derived,

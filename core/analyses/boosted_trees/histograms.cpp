@@ -1,6 +1,7 @@
 // Histograms of gradients and rows' way down a tree. Rows lie one after the other, a bin for each feature. On one
 // thread. Compiled once a machine by row_kernels.py, which has the same in NumPy: the same whole numbers.
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -15,10 +16,8 @@ struct Pair {
     uint32_t hessian;
 };
 
-struct Sum {
-    int64_t gradient;
-    int64_t both;
-};
+// A bin's gradient, and its Hessian with the count of rows above it.
+typedef int64_t Sum __attribute__((vector_size(16)));
 
 template <typename T>
 void add_rows(const T* bins, int64_t features, const int64_t* offsets, const int64_t* rows, int64_t count,
@@ -26,7 +25,7 @@ void add_rows(const T* bins, int64_t features, const int64_t* offsets, const int
     std::vector<Sum> sums(width);
     for (int64_t start = 0; start < count; start += BLOCK) {
         const int64_t stop = start + BLOCK < count ? start + BLOCK : count;
-        for (auto& sum : sums) sum = Sum{0, 0};
+        std::fill(sums.begin(), sums.end(), Sum{0, 0});
         for (int64_t place = start; place < stop; ++place) {
             if (place + AHEAD < count) {
                 const int64_t later = rows[place + AHEAD];
@@ -36,28 +35,35 @@ void add_rows(const T* bins, int64_t features, const int64_t* offsets, const int
             }
             const int64_t row = rows[place];
             const T* own = bins + row * features;
-            const int64_t gradient = pairs[row].gradient;
-            const int64_t both = int64_t(pairs[row].hessian) + (int64_t(1) << COUNT_AT);
-            for (int64_t feature = 0; feature < features; ++feature) {
-                Sum& sum = sums[offsets[feature] + own[feature]];
-                sum.gradient += gradient;
-                sum.both += both;
-            }
+            const Sum added = {pairs[row].gradient, int64_t(pairs[row].hessian) + (int64_t(1) << COUNT_AT)};
+            for (int64_t feature = 0; feature < features; ++feature) sums[offsets[feature] + own[feature]] += added;
         }
         for (int64_t bin = 0; bin < width; ++bin) {
-            out[3 * bin] += sums[bin].gradient;
-            out[3 * bin + 1] += sums[bin].both & ((int64_t(1) << COUNT_AT) - 1);
-            out[3 * bin + 2] += sums[bin].both >> COUNT_AT;
+            out[3 * bin] += sums[bin][0];
+            out[3 * bin + 1] += sums[bin][1] & ((int64_t(1) << COUNT_AT) - 1);
+            out[3 * bin + 2] += sums[bin][1] >> COUNT_AT;
         }
     }
 }
 
+// Of the rows in each node the histogram at its slot; slot −1: none is asked for.
 template <typename T>
-void histograms(const T* bins, int64_t features, const int64_t* offsets, const int64_t* rows, const int64_t* starts,
-                int64_t slots, const Pair* pairs, int64_t* out) {
+void histograms(const T* bins, int64_t count, int64_t features, const int64_t* offsets, const int32_t* nodes,
+                const int64_t* slot_of, int64_t slots, const Pair* pairs, int64_t* out) {
     const int64_t width = offsets[features];
+    std::vector<int64_t> starts(slots + 1, 0), next, rows(count);
+    for (int64_t row = 0; row < count; ++row) {
+        const int64_t slot = slot_of[nodes[row]];
+        if (slot >= 0) ++starts[slot + 1];
+    }
+    for (int64_t slot = 0; slot < slots; ++slot) starts[slot + 1] += starts[slot];
+    next = starts;
+    for (int64_t row = 0; row < count; ++row) {
+        const int64_t slot = slot_of[nodes[row]];
+        if (slot >= 0) rows[next[slot]++] = row;
+    }
     for (int64_t slot = 0; slot < slots; ++slot)
-        add_rows(bins, features, offsets, rows + starts[slot], starts[slot + 1] - starts[slot], pairs, width,
+        add_rows(bins, features, offsets, rows.data() + starts[slot], starts[slot + 1] - starts[slot], pairs, width,
                  out + 3 * width * slot);
 }
 
@@ -80,9 +86,10 @@ void descend(const T* bins, int64_t rows, int64_t features, const int64_t* offse
 }  // namespace
 
 #define EXPORT(T, NAME)                                                                                              \
-    extern "C" void histograms_##NAME(const T* bins, int64_t features, const int64_t* offsets, const int64_t* rows,  \
-                                      const int64_t* starts, int64_t slots, const void* pairs, int64_t* out) {       \
-        histograms<T>(bins, features, offsets, rows, starts, slots, static_cast<const Pair*>(pairs), out);           \
+    extern "C" void histograms_##NAME(const T* bins, int64_t rows, int64_t features, const int64_t* offsets,         \
+                                      const int32_t* nodes, const int64_t* slot_of, int64_t slots,                   \
+                                      const void* pairs, int64_t* out) {                                             \
+        histograms<T>(bins, rows, features, offsets, nodes, slot_of, slots, static_cast<const Pair*>(pairs), out);   \
     }                                                                                                                \
     extern "C" void descend_##NAME(const T* bins, int64_t rows, int64_t features, const int64_t* offsets,            \
                                    const int64_t* feature, const int64_t* cut, const int64_t* missing_left,          \

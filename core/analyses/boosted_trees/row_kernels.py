@@ -38,29 +38,18 @@ class BinnedRows:
     def histograms(self, nodes: npt.NDArray[np.int32], asked: Whole, pairs: npt.NDArray[np.void]) -> Whole:
         """For each node that is asked for, the sums of gradient, Hessian and one of its rows: int64
         [asked, width, 3]. `nodes` [rows] is where each row is, `pairs` [rows] of `PAIR`."""
-        slot = np.full(int(max(nodes.max(initial=0), asked.max(initial=0))) + 1, -1)
+        slot = np.full(int(max(nodes.max(initial=0), asked.max(initial=0))) + 1, -1, dtype=np.int64)
         slot[asked] = np.arange(len(asked))
-        places = slot[nodes]
-        rows = np.argsort(places, kind="stable")
-        starts = np.searchsorted(places[rows], np.arange(len(asked) + 1)).astype(np.int64)
         out = np.zeros((len(asked), self.width, CHANNELS), dtype=np.int64)
         library = _library()
         if library is not None:
             function = getattr(library, f"histograms_{self.bins.dtype.name}")
-            arrays = (rows.astype(np.int64), starts)
-            function(
-                _at(self.bins),
-                ctypes.c_int64(self.bins.shape[1]),
-                _at(self.offsets),
-                _at(arrays[0]),
-                _at(starts),
-                ctypes.c_int64(len(asked)),
-                _at(pairs),
-                _at(out),
-            )
+            counts = [ctypes.c_int64(number) for number in (*self.bins.shape, len(asked))]
+            before = (_at(self.bins), *counts[:2], _at(self.offsets), _at(nodes), _at(slot))
+            function(*before, counts[2], _at(pairs), _at(out))
             return out
-        for place in range(len(asked)):
-            own = rows[starts[place] : starts[place + 1]]
+        for place, node in enumerate(asked):
+            own = np.flatnonzero(nodes == node)
             self._add(own, pairs[own], out[place])
         return out
 

@@ -15,9 +15,11 @@ import numpy as np
 from roundtable.core.analyses.boosted_trees.row_kernels import CHANNELS, Whole
 from roundtable.core.analyses.boosted_trees.split_choice import FAR, Growth, NodeSplit, NodeSplits
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
+from roundtable.core.errors import ProtocolError
 
 NONE = -1.0
 MOST_CUTS = 4096
+_MOST_CODE = 2.0**40
 
 
 def split_code(feature: int, cut: int, missing_left: bool) -> float:
@@ -95,6 +97,15 @@ class Grower:
         """The numbers with which the first trees begin."""
         empty = np.full((self.trees * self.outputs, self.nodes), NONE)
         return {"done": 0.0, "split": empty, **self._roots()}
+
+    def check(self, public: Arrays) -> None:
+        """ProtocolError for trees that nobody can go down: splits by features or below nodes that are not
+        there, or more trees than there are to be."""
+        feature, _, _ = split_parts(np.clip(public["split"], NONE, _MOST_CODE))
+        done, leaves = float(public["done"][0]), feature[:, self.nodes // 2 :]
+        features = len(self.offsets) - 1
+        if (feature >= features).any() or (leaves >= 0).any() or not 0 <= done <= self.trees:
+            raise ProtocolError("the analysis came with trees that are none of its features and depth")
 
     def _roots(self) -> dict[str, Any]:
         bounds = np.empty((self.outputs, self.nodes, 2))

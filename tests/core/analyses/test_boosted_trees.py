@@ -25,10 +25,12 @@ from roundtable.core.analyses.boosted_trees.bin_cuts import (
     quantile_cuts,
     refined,
 )
+from roundtable.core.analyses.boosted_trees.boosting import GROWING
+from roundtable.core.analyses.boosted_trees.tree_growing import split_code
 from roundtable.core.analyses.question import Answer
 from roundtable.core.analyses.questions_table import AnyQuestion
 from roundtable.core.analyses.survey import Survey
-from roundtable.core.errors import ConfigError
+from roundtable.core.errors import ConfigError, ProtocolError
 from roundtable.core.tables.table_description import ColumnTable, DataTableTable
 from roundtable.core.tables.table_reading import DataTable, read_columns
 
@@ -299,6 +301,28 @@ def test_what_cannot_be_grown_is_refused(asked: dict[str, Any], error: type[Exce
     question = {**QUESTION, **asked}
     with pytest.raises(error, match=words):
         grow([pooled("heart")], question, described(pooled("heart"), question, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("split", (0, 0), split_code(13, 3, False)),
+        ("split", (0, 15), 0.0),
+        ("done", 0, 4.0),
+        ("split", (0, 0), 1e300),
+    ],
+)
+def test_a_silo_goes_down_no_tree_that_is_none(name: str, place: Any, value: float) -> None:
+    asked = TypeAdapter(AnyQuestion).validate_python({"ask": "boosted_trees", **QUESTION})
+    question = asked.make(described(pooled("heart"), QUESTION, 2), 1, "trees")
+    public = {key: np.zeros(shape) for key, shape in question.public.items()}
+    public["split"][:] = -1
+    public["base"][:] = 0.5
+    table = DataTable(pooled("heart"), {})
+    question.sums(table, public, GROWING)
+    public[name][place] = value
+    with pytest.raises(ProtocolError, match="none of its features and depth"):
+        question.sums(table, public, GROWING)
 
 
 def test_too_few_rows_of_a_class_have_no_answer() -> None:
