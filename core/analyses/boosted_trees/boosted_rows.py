@@ -44,6 +44,7 @@ class BoostedRows:
     done: int = 0
     mark: bytes = b""
     grown: Doubles = field(default_factory=lambda: np.zeros(0))
+    around: Doubles | None = None
     _pairs: npt.NDArray[np.void] | None = None
 
     @classmethod
@@ -76,11 +77,18 @@ class BoostedRows:
         if done * outputs < len(split):
             self._descend(split[done * outputs : (done + 1) * outputs])
 
+    def see(self, around: Doubles | None) -> None:
+        """Takes what gradients need of the public numbers, [rows, any]."""
+        before = self.around
+        if around is not None and (before is None or not np.array_equal(around, before)):
+            self._pairs = None
+        self.around = around
+
     @property
     def pairs(self) -> npt.NDArray[np.void]:
         """Gradients at the margins, `PAIR` [outputs, rows]."""
         if self._pairs is None:
-            self._pairs = self.objective.pairs(self.margins, self.outcome)
+            self._pairs = self.objective.pairs(self.margins, self.outcome, self.around)
         return self._pairs
 
     def _descend(self, split: Doubles) -> None:

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import override
 
-from roundtable.core.analyses.boosted_trees.bin_cuts import (
-    SKETCH_ROUNDS,
-    TOP,
-    cells_for,
-    count_cells,
-    even_cuts,
-    even_edges,
-    given_cuts,
-    quantile_cuts,
-    refined,
-)
+from roundtable.core.analyses.boosted_trees.bin_cuts import SKETCH_ROUNDS
 from roundtable.core.analyses.boosted_trees.boosted_rows import BoostedRows, binned, remembered
 from roundtable.core.analyses.boosted_trees.boosting_objectives import (
     GRAIN,
     Boosting,
     LogisticLoss,
+    Singles,
     SoftmaxLoss,
     SquaredError,
 )
+from roundtable.core.analyses.boosted_trees.feature_bins import BoostingPlan, FeatureBins
 from roundtable.core.analyses.boosted_trees.row_kernels import CHANNELS, Whole
-from roundtable.core.analyses.boosted_trees.split_choice import Growth
 from roundtable.core.analyses.boosted_trees.tree_growing import Grower
 from roundtable.core.analyses.boosted_trees.xgboost_model import importance_of, xgboost_model
 from roundtable.core.analyses.exact_sums import COUNT_DIGITS, WHOLE_DIGITS, Arrays, Doubles, Shape
@@ -37,25 +27,10 @@ from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
-GROWING, LAST_LOSS = 100, 101
+GROWING, LAST_LOSS, RISK = 100, 101, 102
 _VALUES_A_ROUND = 1 << 20
 _MOST_SLOTS = 8
 _HALF = 0.5
-
-
-@dataclass(frozen=True)
-class BoostingPlan:
-    """What a study asks of boosted trees, beside outcome and features. `edges`: of a column, its cuts."""
-
-    rounds: int
-    growth: Growth
-    bins: int = 64
-    cuts: str = "quantiles"
-    edges: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    held_out: float = 0.0
-    patience: int = 0
-    base_score: float | None = None
-    seed: int = 0
 
 
 class BoostedTrees(Question):
@@ -64,6 +39,8 @@ class BoostedTrees(Question):
 
     ask: ClassVar[str] = "boosted_trees"
     small_cells: bool = True
+    begins: ClassVar[int] = GROWING
+    """The stage with which every round of boosting begins, and in which losses are told."""
 
     def __init__(
         self,
@@ -79,14 +56,12 @@ class BoostedTrees(Question):
         self.on = on
         self.plan = plan
         self.objective = self._objective()
-        self.known = {name: cuts for name in on if (cuts := self._known_cuts(name)) is not None}
-        self.sketched = [name for name in on if name not in self.known]
-        widths = [len(self.known[name]) if name in self.known else plan.bins for name in on]
-        self.offsets: Whole = np.concatenate([[0], np.cumsum(np.array(widths) + 1)]).astype(np.int64)
+        self.bins = FeatureBins.of(self, on, plan, max(least, 1))
+        self.offsets = self.bins.offsets
         each = int(self.offsets[-1]) * (COUNT_DIGITS + WHOLE_DIGITS * self._channels)
         most = self.objective.outputs * 2 ** max(0, plan.growth.max_depth - 2)
         slots = max(1, min(most, _MOST_SLOTS * self.objective.outputs, _VALUES_A_ROUND // each))
-        scale = np.array([self.objective.unit / GRAIN, 1 / GRAIN, 1.0])
+        scale = np.array([self.objective.unit / GRAIN, self.objective.hessian_unit / GRAIN, 1.0])
         self.grower = Grower(
             self.offsets, plan.growth, least, plan.rounds, self.objective.outputs, slots, scale
         )
@@ -99,29 +74,15 @@ class BoostedTrees(Question):
             return LogisticLoss(classes=2)
         return SoftmaxLoss(outputs=values, classes=values)
 
-    def _known_cuts(self, name: str) -> Doubles | None:
-        if self.described(name).kind == "category":
-            kinds = len(self.category(name).values)
-            return np.array([*np.arange(1.0, kinds), TOP])
-        column = self.number(name)
-        least, most = column.middle - column.half, column.middle + column.half
-        if name in self.plan.edges:
-            return given_cuts(self.plan.edges[name], most)
-        return even_cuts(least, most, self.plan.bins) if self.plan.cuts == "equal" else None
-
     @property
     def _channels(self) -> int:
         """Of a histogram, beside the rows."""
         return 1 if self.objective.constant_hessian else 2
 
     @property
-    def _cells(self) -> int:
-        return cells_for(self.plan.bins)
-
-    @property
     def _first_stages(self) -> int:
         """Rounds between the counts and the trees."""
-        if self.sketched:
+        if self.bins.sketched:
             return SKETCH_ROUNDS
         return int(self.plan.base_score is None and self.objective.classes == 1)
 
@@ -148,7 +109,7 @@ class BoostedTrees(Question):
             "held": (1,),
             "histogram_rows": (self.grower.slots, int(self.offsets[-1])),
         }
-        return found | ({"cells": (len(self.sketched), self._cells)} if self.sketched else {})
+        return found | ({"cells": self.bins.cells} if self.bins.sketched else {})
 
     @property
     @override
@@ -161,17 +122,12 @@ class BoostedTrees(Question):
         return {"histograms": (self.grower.slots, int(self.offsets[-1]), self._channels)}
 
     @property
-    def _cut_places(self) -> int:
-        widest = int(np.diff(self.offsets).max()) - 1
-        return max(widest, self._cells + 1) if self.sketched else widest
-
-    @property
     @override
     def public(self) -> Mapping[str, Shape]:
         return {
             "rows": (self.objective.classes,),
             "held": (1,),
-            "cuts": (len(self.on), self._cut_places),
+            "cuts": (len(self.on), self.bins.places),
             "base": (1,),
             "losses": (self.plan.rounds + 1, 2),
             "best": (1,),
@@ -188,7 +144,7 @@ class BoostedTrees(Question):
         key = ("boosted rows", self.title, self.outcome, self.on, self.plan.held_out, self.plan.seed)
 
         def make() -> dict[str, Any]:
-            outcome = table.column(self.outcome)
+            outcome = self._outcome_of(table)
             whole = ~np.isnan(outcome)
             draws = np.random.default_rng(self.plan.seed).random(len(outcome))
             return {
@@ -200,38 +156,42 @@ class BoostedTrees(Question):
         found: dict[str, Any] = remembered(table.derived, key, make)
         return found
 
+    def _outcome_of(self, table: DataTable) -> Doubles:
+        return table.column(self.outcome)
+
+    def _class_of(self, outcome: Singles) -> Whole:
+        """The place in the first counts of each row."""
+        return outcome.astype(np.int64) * (self.objective.classes > 1)
+
     @override
     def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
         rows = self._rows_of(table)
         outcome, held = rows["outcome"], rows["held"]
         if stage == 0:
-            classes = (
-                outcome[~held].astype(np.int64)
-                if self.objective.classes > 1
-                else np.zeros(int((~held).sum()), dtype=np.int64)
-            )
-            counted = np.bincount(classes, minlength=self.objective.classes).astype(np.float64)
-            return {"rows": counted, "held": np.array([float(held.sum())])}
+            counted = np.bincount(self._class_of(outcome[~held]), minlength=self.objective.classes)
+            return {"rows": counted.astype(np.float64), "held": np.array([float(held.sum())])}
         if stage < GROWING:
             return self._first_sums(rows, public, stage)
         state = self._state(table, rows, public)
         asked = public["asked"].astype(np.int64)
-        sums = {} if stage == LAST_LOSS else self._histograms(state, held, asked)
-        if stage == LAST_LOSS or (asked == 0).any():
-            losses = [self.objective.loss(state.margins[part], outcome[part]) for part in (~held, held)]
-            sums["losses"] = np.array(losses)
+        sums = self._histograms(state, held, asked) if stage == GROWING else {}
+        if self._tells_losses(stage, asked):
+            sums |= self._loss_sums(state, held, public)
         return sums
+
+    def _tells_losses(self, stage: int, asked: Whole) -> bool:
+        return stage != GROWING or (self.begins == GROWING and bool((asked == 0).any()))
+
+    def _loss_sums(self, state: BoostedRows, held: Any, public: Arrays) -> dict[str, Doubles]:
+        parts = (~held, held)
+        losses = [self.objective.loss(state.margins[part], state.outcome[part]) for part in parts]
+        return {"losses": np.array(losses)}
 
     def _first_sums(self, rows: dict[str, Any], public: Arrays, stage: int) -> dict[str, Doubles]:
         train = ~rows["held"]
         found = {}
-        if self.sketched:
-            cells = np.zeros((len(self.sketched), self._cells))
-            for place, name in enumerate(self.sketched):
-                feature = self.on.index(name)
-                edges = public["cuts"][feature, : self._cells + 1]
-                cells[place] = count_cells(rows["features"][train, feature], edges)
-            found["cells"] = cells
+        if self.bins.sketched:
+            found["cells"] = self.bins.count(rows["features"][train], public["cuts"])
         if stage == 1 and self.objective.classes == 1:
             column = self.number(self.outcome)
             away = rows["outcome"][train].astype(np.float64) - column.middle
@@ -247,7 +207,8 @@ class BoostedTrees(Question):
             lambda: binned(rows["features"], cuts, self.offsets),
         )
         done, split, weight = int(public["done"][0]), public["split"], public["weight"]
-        key = ("boosted", self.title)
+        rate = self.plan.growth.learning_rate
+        key = ("boosted", self.title, self.outcome, self.on, rate, base)
         state = table.derived.get(key)
         if not (
             isinstance(state, BoostedRows)
@@ -256,11 +217,15 @@ class BoostedTrees(Question):
             and state.objective == self.objective
             and state.follows(done, split, weight)
         ):
-            rate = self.plan.growth.learning_rate
             state = BoostedRows.of(bins, rows["outcome"], self.objective, rate, base)
         state.advance(done, split, weight)
+        state.see(self._around(state.outcome, public))
         table.derived[key] = state
         return state
+
+    def _around(self, outcome: Singles, public: Arrays) -> Doubles | None:
+        """What a row's gradient takes from the public numbers, [rows, any]; None: nothing."""
+        return None
 
     def _histograms(self, state: BoostedRows, held: Any, asked: Whole) -> dict[str, Doubles]:
         width, nodes = int(self.offsets[-1]), self.grower.nodes
@@ -278,44 +243,50 @@ class BoostedTrees(Question):
             return self._begin(sums)
         if stage < GROWING:
             return self._first_step(public, sums, stage)
-        if stage == LAST_LOSS:
-            after = self._with_losses(public, sums)
-            return {**after, "stage": DONE}
-        changed = self._with_losses(public, sums) if (public["asked"] == 0).any() else {}
-        if changed and self._stalled(changed["losses"], int(public["done"][0])):
-            return {**changed, "stage": DONE, "asked": -1.0}
+        changed: dict[str, Any] = {}
+        before = int(public["done"][0])
+        if self._tells_losses(stage, public["asked"].astype(np.int64)):
+            changed = self._with_losses(public, sums)
+            if stage == LAST_LOSS or self._stalled(changed["losses"], before):
+                return {**changed, "stage": DONE, "asked": -1.0}
+        if stage != GROWING:
+            return {**changed, **self._after_losses(public, sums), "stage": GROWING}
         rows = sums["histogram_rows"]
         channels = [sums["histograms"][..., 0]]
         channels.append(rows * GRAIN if self._channels == 1 else sums["histograms"][..., 1])
         grown = self.grower.step(public, np.stack([*channels, rows], axis=-1))
-        done = int(np.ravel(grown.get("done", public["done"]))[0])
-        return {**changed, **grown, "stage": LAST_LOSS if done == self.plan.rounds else GROWING}
+        if "done" not in grown:
+            return {**changed, **grown, "stage": GROWING}
+        last = before + 1 == self.plan.rounds
+        return {**changed, **grown, "stage": LAST_LOSS if last else self.begins}
+
+    def _after_losses(self, public: Arrays, sums: Arrays) -> dict[str, Any]:
+        """What changes where losses are told in a stage of their own."""
+        return {}
+
+    def _too_few(self, counted: Doubles, held: float) -> bool:
+        least = max(self.least, 1)
+        return bool((counted < least).any()) or (self.plan.held_out > 0 and held < least)
+
+    def _base(self, counted: Doubles) -> float:
+        """The prediction before the first tree, as far as these counts tell it."""
+        if self.plan.base_score is not None:
+            return self.plan.base_score
+        return _short(float(counted[1] / counted.sum())) if self.objective.classes == 2 else _HALF
 
     def _begin(self, sums: Arrays) -> dict[str, Any]:
         counted, held = sums["rows"], sums["held"]
-        least = max(self.least, 1)
-        few = (counted < least).any() or (self.plan.held_out > 0 and held[0] < least)
         found: dict[str, Any] = {"rows": self.hide(counted), "held": self.hide(held)}
-        if few:
+        if self._too_few(counted, float(held[0])):
             return {**found, "stage": -float(TOO_FEW)}
-        cuts = np.full((len(self.on), self._cut_places), TOP)
-        for feature, name in enumerate(self.on):
-            if name in self.known:
-                cuts[feature, : len(self.known[name])] = self.known[name]
-            else:
-                column = self.number(name)
-                low, high = column.middle - column.half, column.middle + column.half
-                cuts[feature, : self._cells + 1] = even_edges(low, high, self._cells)
-        found["cuts"] = cuts
-        found["base"] = _HALF if self.plan.base_score is None else self.plan.base_score
-        if self.plan.base_score is None and self.objective.classes == 2:
-            found["base"] = _short(float(counted[1] / counted.sum()))
+        found["cuts"] = self.bins.begin()
+        found["base"] = self._base(counted)
         return {**found, **self._go_on(1)}
 
     def _go_on(self, stage: int) -> dict[str, Any]:
         if stage <= self._first_stages:
             return {"stage": float(stage)}
-        return {"stage": float(GROWING), **self.grower.start()}
+        return {"stage": float(self.begins), **self.grower.start()}
 
     def _first_step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -323,30 +294,24 @@ class BoostedTrees(Question):
             column = self.number(self.outcome)
             mean = column.middle + column.half * sums["first"][0] / public["rows"].sum()
             found["base"] = _short(float(mean))
-        if self.sketched:
-            cuts = public["cuts"].copy()
-            for place, name in enumerate(self.sketched):
-                feature = self.on.index(name)
-                edges, counted = cuts[feature, : self._cells + 1].copy(), sums["cells"][place]
-                if stage < SKETCH_ROUNDS:
-                    cuts[feature, : self._cells + 1] = refined(edges, counted, self.least)
-                else:
-                    own = quantile_cuts(edges, counted, self.least, self.plan.bins)
-                    cuts[feature] = TOP
-                    cuts[feature, : len(own)] = own
-            found["cuts"] = cuts
+        if self.bins.sketched:
+            found["cuts"] = self.bins.refine(public["cuts"], sums["cells"], stage == SKETCH_ROUNDS)
         return {**found, **self._go_on(stage + 1)}
 
     def _with_losses(self, public: Arrays, sums: Arrays) -> dict[str, Any]:
         done = int(public["done"][0])
         losses = public["losses"].copy()
-        rows = np.array([public["rows"].sum(), max(0.0, public["held"][0])])
-        losses[done] = self.objective.told(sums["losses"], rows)
+        losses[done] = self._metric(public, sums)
         best = done
         if self.plan.patience and done:
             # As xgboost counts: what it was before the first tree cannot be the best.
             best = 1 + int(losses[1 : done + 1, 1].argmin())
         return {"losses": losses, "best": float(best)}
+
+    def _metric(self, public: Arrays, sums: Arrays) -> Doubles:
+        """The metric of the rows that trees are grown on, and of those held out."""
+        rows = np.array([public["rows"].sum(), max(0.0, public["held"][0])])
+        return self.objective.told(sums["losses"], rows)
 
     def _stalled(self, losses: Doubles, done: int) -> bool:
         """Whether the held-out loss has been no lower for as many trees as the study waits."""

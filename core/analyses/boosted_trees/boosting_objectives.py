@@ -35,13 +35,18 @@ class Boosting:
     name: ClassVar[str] = "reg:squarederror"
     metric: ClassVar[str] = "rmse"
     constant_hessian: ClassVar[bool] = True
+    bases: ClassVar[str] = "any number"
+    hessian_unit: ClassVar[float] = 1.0
 
     def margin(self, base: float) -> np.float32:
         """The margin before the first tree."""
         return np.float32(base)
 
-    def gradients(self, margins: Singles, outcome: Singles) -> tuple[Singles, Singles]:
-        """Gradient and Hessian of each row and output, [rows, outputs]."""
+    def gradients(
+        self, margins: Singles, outcome: Singles, around: Doubles | None = None
+    ) -> tuple[Singles, Singles]:
+        """Gradient and Hessian of each row and output, [rows, outputs]; `around` [rows, any] is what they
+        take of the public numbers."""
         return margins - outcome[:, None], np.ones_like(margins)
 
     def loss(self, margins: Singles, outcome: Singles) -> float:
@@ -63,12 +68,21 @@ class Boosting:
         """As xgboost's JSON has it."""
         return 0
 
-    def pairs(self, margins: Singles, outcome: Singles) -> npt.NDArray[np.void]:
+    def takes(self, base: float) -> bool:
+        """Whether it can begin with this prediction; `bases` says with which."""
+        return True
+
+    def pairs(
+        self, margins: Singles, outcome: Singles, around: Doubles | None = None
+    ) -> npt.NDArray[np.void]:
         """Gradient and Hessian as whole numbers, `PAIR` [outputs, rows]. InvalidUpdate for one beyond what
         sums hold."""
-        gradient, hessian = self.gradients(margins, outcome)
+        gradient, hessian = self.gradients(margins, outcome, around)
         found = np.empty(gradient.T.shape, dtype=PAIR)
-        for name, values, unit in (("gradient", gradient, self.unit), ("hessian", hessian, 1.0)):
+        for name, values, unit in (
+            ("gradient", gradient, self.unit),
+            ("hessian", hessian, self.hessian_unit),
+        ):
             whole = np.rint(values.T.astype(np.float64) * (GRAIN / unit))
             if not (np.abs(whole) < 1 << 31).all():
                 raise InvalidUpdate(
@@ -95,6 +109,7 @@ class LogisticLoss(Boosting):
     name: ClassVar[str] = "binary:logistic"
     metric: ClassVar[str] = "logloss"
     constant_hessian: ClassVar[bool] = False
+    bases: ClassVar[str] = "a chance, between 0 and 1"
 
     @override
     def margin(self, base: float) -> np.float32:
@@ -102,7 +117,9 @@ class LogisticLoss(Boosting):
         return np.float32(-np.log(one / np.float32(base) - one))
 
     @override
-    def gradients(self, margins: Singles, outcome: Singles) -> tuple[Singles, Singles]:
+    def gradients(
+        self, margins: Singles, outcome: Singles, around: Doubles | None = None
+    ) -> tuple[Singles, Singles]:
         one = np.float32(1.0)
         chance = one / (one + np.exp(np.minimum(-margins, np.float32(88.7))))
         return chance - outcome[:, None], np.maximum(chance * (one - chance), _LEAST_HESSIAN)
@@ -116,19 +133,30 @@ class LogisticLoss(Boosting):
     def told(self, loss: Doubles, rows: Doubles) -> Doubles:
         return loss / np.maximum(rows, 1)
 
+    @override
+    def takes(self, base: float) -> bool:
+        return 0 < base < 1
+
 
 class SoftmaxLoss(LogisticLoss):
     """Multinomial loss of a category: a tree for each of its values."""
 
     name: ClassVar[str] = "multi:softprob"
     metric: ClassVar[str] = "mlogloss"
+    bases: ClassVar[str] = "any number"
+
+    @override
+    def takes(self, base: float) -> bool:
+        return True
 
     @override
     def margin(self, base: float) -> np.float32:
         return np.float32(base)
 
     @override
-    def gradients(self, margins: Singles, outcome: Singles) -> tuple[Singles, Singles]:
+    def gradients(
+        self, margins: Singles, outcome: Singles, around: Doubles | None = None
+    ) -> tuple[Singles, Singles]:
         one, two = np.float32(1.0), np.float32(2.0)
         raised = np.exp(margins - margins.max(axis=1, keepdims=True))
         chance = raised / raised.sum(axis=1, dtype=np.float64, keepdims=True).astype(np.float32)
@@ -151,3 +179,43 @@ class SoftmaxLoss(LogisticLoss):
     @override
     def num_class(self) -> int:
         return self.outputs
+
+
+class CoxLoss(Boosting):
+    """Cox's partial likelihood with Breslow's ties: a row's outcome is its interval of time from 1 on,
+    negative where it is censored; around it are the sums over events up to then of 1/S and of 1/S², with S
+    the sum of the hazards of those at risk.
+    """
+
+    name: ClassVar[str] = "survival:cox"
+    metric: ClassVar[str] = "cox-nloglik"
+    constant_hessian: ClassVar[bool] = False
+    hessian_unit: ClassVar[float] = 4.0
+    bases: ClassVar[str] = "a hazard above 0"
+
+    @override
+    def takes(self, base: float) -> bool:
+        return base > 0
+
+    @override
+    def margin(self, base: float) -> np.float32:
+        return np.float32(np.log(base))
+
+    @override
+    def gradients(
+        self, margins: Singles, outcome: Singles, around: Doubles | None = None
+    ) -> tuple[Singles, Singles]:
+        assert around is not None
+        hazard = np.exp(margins[:, 0].astype(np.float64))
+        gradient = hazard * around[:, 0] - (outcome > 0)
+        hessian = hazard * around[:, 0] - hazard**2 * around[:, 1]
+        return gradient.astype(np.float32)[:, None], hessian.astype(np.float32)[:, None]
+
+    @override
+    def loss(self, margins: Singles, outcome: Singles) -> float:
+        return float(margins[outcome > 0, 0].sum(dtype=np.float64))
+
+    @property
+    @override
+    def parameters(self) -> dict[str, Any]:
+        return {}

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from roundtable.core.analyses.boosted_trees.boosting import BoostedTrees, BoostingPlan
+from roundtable.core.analyses.boosted_trees.boosted_cox import BoostedHazards
+from roundtable.core.analyses.boosted_trees.boosting import BoostedTrees
+from roundtable.core.analyses.boosted_trees.feature_bins import BoostingPlan
 from roundtable.core.analyses.boosted_trees.split_choice import Growth
 from roundtable.core.analyses.question import Question
 from roundtable.core.errors import ConfigError
@@ -28,6 +30,12 @@ class BoostedTreesTable(Table):
     ask: Literal["boosted_trees"] = Field(description="this kind of question")
     outcome: ColumnName = Field(
         description="a number (squared error), or a category (logistic or multinomial loss)"
+    )
+    event: ColumnName | None = Field(
+        None, description="of a time as outcome: a category of two values, censored, then the event (Cox)"
+    )
+    every: Finite | None = Field(
+        None, gt=0, description="with event: width of the grid of times; a time counts as its interval's end"
     )
     on: Features = Field(description="the features; a category counts as the place of its value")
     rounds: int = Field(50, ge=1, le=2000, description="of boosting")
@@ -63,9 +71,11 @@ class BoostedTreesTable(Table):
 
     @model_validator(mode="after")
     def _fits(self) -> BoostedTreesTable:
-        named = (self.outcome, *self.on)
+        if (self.event is None) != (self.every is None):
+            raise ValueError("event and every go together: whether, and on which grid of times when")
+        named = (self.outcome, *self.on, *([self.event] if self.event is not None else []))
         if twice := sorted({name for name in named if named.count(name) > 1}):
-            raise ValueError(f"outcome and on name {', '.join(map(repr, twice))} twice")
+            raise ValueError(f"outcome, event and on name {', '.join(map(repr, twice))} twice")
         groups = {name for group in self.interactions for name in group}
         for key, names in (
             ("edges", {*self.edges}),
@@ -102,7 +112,11 @@ class BoostedTreesTable(Table):
             self.base_score,
             self.seed,
         )
-        made = BoostedTrees(columns, least, title, self.outcome, self.on, plan)
+        asked = (columns, least, title, self.outcome, self.on, plan)
+        if self.event is not None and self.every is not None:
+            made: BoostedTrees = BoostedHazards(*asked, self.event, self.every)
+        else:
+            made = BoostedTrees(*asked)
         places = self.rounds * made.objective.outputs * made.grower.nodes
         if places > MOST_NODES:
             raise ConfigError(
@@ -110,6 +124,9 @@ class BoostedTreesTable(Table):
                 f"have {places:,} places for nodes, and {MOST_NODES:,} are published at most: set fewer "
                 "rounds, or a smaller max_depth"
             )
-        if made.objective.classes == 2 and self.base_score is not None and not 0 < self.base_score < 1:
-            raise ConfigError(f"{title}: base_score = {self.base_score:g} is a chance, between 0 and 1")
+        if self.base_score is not None and not made.objective.takes(self.base_score):
+            raise ConfigError(
+                f"{title}: base_score = {self.base_score:g} is none of {made.objective.name}, which takes "
+                f"{made.objective.bases}"
+            )
         return made

@@ -259,6 +259,51 @@ def test_early_stopping_ends_where_xgboost_does() -> None:
         assert np.allclose(answer.values[mine][1:], seen[theirs]["logloss"], rtol=1e-4)
 
 
+def test_trees_of_hazards_are_those_of_xgboost_without_ties() -> None:
+    xgboost = pytest.importorskip("xgboost", reason="xgboost is not installed: it says what the trees are")
+    draw = np.random.default_rng(3)
+    rows = draw.normal(size=(400, 4))
+    rows[draw.random(rows.shape) < 0.1] = np.nan
+    order = np.argsort(draw.exponential(size=400) / np.exp(np.nan_to_num(rows) @ [0.8, -0.5, 0.0, 0.3]))
+    time = np.empty(400)
+    time[order] = np.arange(1.0, 401.0)
+    died = (draw.random(400) < 0.7) * 1.0
+    names = ["a", "b", "c", "d"]
+    frame = {**dict(zip(names, rows.T, strict=True)), "time": time, "died": died}
+    question: dict[str, Any] = {"outcome": "time", "event": "died", "every": 1.0, "on": names, "rounds": 4}
+    question |= {"max_depth": 3, "held_out": 0.25, "seed": 2}
+    held = np.empty(400, dtype=bool)
+    for place in range(3):
+        own = held[place::3]
+        own[:] = np.random.default_rng(2).random(len(own)) < 0.25
+    signed = np.where(died == 1, time, -time)
+    grown = xgboost.QuantileDMatrix(rows[~held], signed[~held], feature_names=names, max_bin=16)
+    tested = xgboost.DMatrix(rows[held], signed[held], feature_names=names)
+    seen: dict[str, Any] = {}
+    wanted = xgboost.train(
+        {"objective": "survival:cox", "tree_method": "hist", "max_bin": 16, "base_score": 1.0}
+        | {"eta": 0.3, "max_depth": 3, "nthread": 1},
+        grown,
+        4,
+        evals=[(grown, "grown"), (tested, "held")],
+        evals_result=seen,
+        verbose_eval=False,
+    )
+    columns = described(frame, {**question, "on": [*names, "time"], "outcome": "died"}, 2)
+    columns["time"] = ColumnTable(least=0, most=400)
+    asked = {**question, "edges": edges_of(grown)}
+    answer = grow(in_turn(frame, 3), asked, columns)
+    same_trees(answer.model, json.loads(wanted.save_raw("json")))
+    loaded = xgboost.Booster(model_file=bytearray(json.dumps(answer.model).encode()))
+    for matrix in (grown, tested):
+        assert np.allclose(loaded.predict(matrix), wanted.predict(matrix), rtol=1e-5)
+    for mine, theirs in (("training_loss", "grown"), ("held_out_loss", "held")):
+        assert np.allclose(answer.values[mine][1:], seen[theirs]["cox-nloglik"], rtol=1e-5)
+    # Coarser times, as the least count asks for, make other trees, and no worse than a little.
+    merged = grow(in_turn(frame, 3), {**asked, "every": 40.0}, columns, 5)
+    assert merged.values["training_loss"][-1] < merged.values["training_loss"][0] - 0.1
+
+
 @given(
     st.lists(st.floats(0, 100, width=32) | st.sampled_from([1.0, 2.0, 50.0]), min_size=20, max_size=200),
     st.integers(1, 9),
