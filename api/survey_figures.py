@@ -122,11 +122,28 @@ def _losses(axes: Any, answer: Answer) -> None:
     axes.legend()
 
 
+def _evaluation(axes: Any, answer: Answer) -> None:
+    curve = answer.values.get("calibration")
+    if curve:
+        axes.plot([0, 1], [0, 1], linewidth=0.8, color="grey")
+        axes.plot([each["predicted"] for each in curve], [each["observed"] for each in curve], marker="o")
+        axes.set_xlabel("predicted")
+        axes.set_ylabel("observed")
+        return
+    groups = {"all": answer.values, **answer.values.get("groups", {})}
+    told = {name: each for name, each in groups.items() if each["auroc"] is not None}
+    for place, each in enumerate(told.values()):
+        axes.plot(each["auroc_interval"], [place, place], color="C0")
+        axes.plot([each["auroc"]], [place], marker="o", color="C0")
+    axes.set_yticks(range(len(told)), list(told))
+    axes.set_xlabel("AUROC, 95 % interval")
+
+
 _PANELS: dict[str, Callable[[Any, Answer], None]] = {
     "histogram": _histogram,
     "survival": _survival,
-    "linear": _coefficients,
-    "logistic": _coefficients,
+    **dict.fromkeys(("linear", "logistic", "poisson", "negative_binomial"), _coefficients),
+    "evaluate": _evaluation,
     "cox": _hazard_ratios,
     "boosted_trees": _losses,
 }

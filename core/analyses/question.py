@@ -28,8 +28,9 @@ _WHY = {
     4: "no convergence within the rounds of the analysis",
     5: "fewer than three rows for each coefficient: the fit would tell of single rows",
     6: "no events: everybody in these rows is censored",
+    7: "the counts vary no more than Poisson's, so that alpha goes to 0: ask poisson",
 }
-TOO_FEW, SINGULAR, SEPARATED, NO_LIMIT, SATURATED, NO_EVENTS = 1, 2, 3, 4, 5, 6
+TOO_FEW, SINGULAR, SEPARATED, NO_LIMIT, SATURATED, NO_EVENTS, NO_SPREAD = 1, 2, 3, 4, 5, 6, 7
 
 
 @dataclass(frozen=True)

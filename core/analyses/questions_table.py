@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from roundtable.core.analyses.ask_table import AskTable, Described, Names, different
 from roundtable.core.analyses.boosted_trees.trees_table import BoostedTreesTable
 from roundtable.core.analyses.correlations import Correlation
 from roundtable.core.analyses.counted_cells import ColumnHistogram, Contingency
-from roundtable.core.analyses.logistic_regression import Logistic
 from roundtable.core.analyses.moments import Anova, Describe, TTest
 from roundtable.core.analyses.order_statistics import Quantiles
 from roundtable.core.analyses.question import Question
-from roundtable.core.analyses.regression import Linear
+from roundtable.core.analyses.regressions.regression_tables import (
+    ElasticNetTable,
+    LinearTable,
+    LogisticTable,
+    NegativeBinomialTable,
+    PoissonTable,
+)
 from roundtable.core.analyses.survival.survival_tables import CoxTable, SurvivalTable
-from roundtable.core.tables.table_description import ColumnName, ColumnTable
-from roundtable.core.toml_tables import Finite, Table, as_tuple
+from roundtable.core.analyses.value_tables import (
+    ComponentsTable,
+    EvaluateTable,
+    MannWhitneyTable,
+    TopValuesTable,
+)
+from roundtable.core.tables.table_description import ColumnName
+from roundtable.core.toml_tables import Finite, as_tuple
 
-Described = Mapping[str, ColumnTable]
-Names = Annotated[tuple[ColumnName, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=200)]
 Shares = Annotated[
     tuple[Annotated[Finite, Field(ge=0, le=1)], ...],
     BeforeValidator(as_tuple),
@@ -28,16 +37,7 @@ Shares = Annotated[
 ]
 
 
-def _different(names: tuple[str, ...], key: str) -> None:
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{key} names {', '.join(map(repr, twice))} twice")
-
-
-class _AskTable(Table):
-    name: str | None = Field(None, min_length=1, max_length=100, description="title of the answer")
-
-
-class DescribeTable(_AskTable):
+class DescribeTable(AskTable):
     """Rows, missing values, means and standard deviations."""
 
     ask: Literal["describe"] = Field(description="this kind of question")
@@ -46,7 +46,7 @@ class DescribeTable(_AskTable):
 
     @model_validator(mode="after")
     def _once(self) -> DescribeTable:
-        _different(self.columns, "columns")
+        different(self.columns, "columns")
         return self
 
     def make(self, columns: Described, least: int, title: str) -> Question:
@@ -54,7 +54,7 @@ class DescribeTable(_AskTable):
         return Describe(columns, least, title, self.columns, self.by)
 
 
-class CorrelationTable(_AskTable):
+class CorrelationTable(AskTable):
     """Covariances and correlations."""
 
     ask: Literal["correlation"] = Field(description="this kind of question")
@@ -62,7 +62,7 @@ class CorrelationTable(_AskTable):
 
     @model_validator(mode="after")
     def _once(self) -> CorrelationTable:
-        _different(self.columns, "columns")
+        different(self.columns, "columns")
         return self
 
     def make(self, columns: Described, least: int, title: str) -> Question:
@@ -70,7 +70,7 @@ class CorrelationTable(_AskTable):
         return Correlation(columns, least, title, self.columns)
 
 
-class HistogramTable(_AskTable):
+class HistogramTable(AskTable):
     """A histogram over the column's range."""
 
     ask: Literal["histogram"] = Field(description="this kind of question")
@@ -83,7 +83,7 @@ class HistogramTable(_AskTable):
         return ColumnHistogram(columns, least, title, self.column, self.bins, self.by)
 
 
-class QuantilesTable(_AskTable):
+class QuantilesTable(AskTable):
     """Quantiles; the extremes as the k-th smallest and largest value."""
 
     ask: Literal["quantiles"] = Field(description="this kind of question")
@@ -98,7 +98,7 @@ class QuantilesTable(_AskTable):
         return Quantiles(columns, least, title, self.column, self.at, self.method)
 
 
-class ContingencyTable(_AskTable):
+class ContingencyTable(AskTable):
     """Rows in each cell of two categories, with the chi-square test."""
 
     ask: Literal["table"] = Field(description="this kind of question")
@@ -111,7 +111,7 @@ class ContingencyTable(_AskTable):
         return Contingency(columns, least, title, self.rows, self.columns, self.yates)
 
 
-class TTestTable(_AskTable):
+class TTestTable(AskTable):
     """Student's and Welch's t-test between two groups."""
 
     ask: Literal["t_test"] = Field(description="this kind of question")
@@ -123,7 +123,7 @@ class TTestTable(_AskTable):
         return TTest(columns, least, title, (self.column,), self.by)
 
 
-class AnovaTable(_AskTable):
+class AnovaTable(AskTable):
     """One-way analysis of variance."""
 
     ask: Literal["anova"] = Field(description="this kind of question")
@@ -133,36 +133,6 @@ class AnovaTable(_AskTable):
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
         return Anova(columns, least, title, (self.column,), self.by)
-
-
-class _RegressionTable(_AskTable):
-    outcome: ColumnName = Field(description="what is explained")
-    on: Names = Field(description="what explains it: numbers, and categories as one column for each value")
-
-    @model_validator(mode="after")
-    def _once(self) -> _RegressionTable:
-        _different((self.outcome, *self.on), "outcome and on")
-        return self
-
-
-class LinearTable(_RegressionTable):
-    """Linear regression of a number."""
-
-    ask: Literal["linear"] = Field(description="this kind of question")
-
-    def make(self, columns: Described, least: int, title: str) -> Question:
-        """The question."""
-        return Linear(columns, least, title, self.outcome, self.on)
-
-
-class LogisticTable(_RegressionTable):
-    """Logistic regression of a category of two values."""
-
-    ask: Literal["logistic"] = Field(description="this kind of question")
-
-    def make(self, columns: Described, least: int, title: str) -> Question:
-        """The question."""
-        return Logistic(columns, least, title, self.outcome, self.on)
 
 
 AnyQuestion = Annotated[
@@ -175,6 +145,13 @@ AnyQuestion = Annotated[
     | AnovaTable
     | LinearTable
     | LogisticTable
+    | PoissonTable
+    | NegativeBinomialTable
+    | ElasticNetTable
+    | MannWhitneyTable
+    | TopValuesTable
+    | ComponentsTable
+    | EvaluateTable
     | SurvivalTable
     | CoxTable
     | BoostedTreesTable,

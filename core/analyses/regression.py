@@ -179,10 +179,15 @@ class Linear(Regression):
             return {"stage": DONE, "residual": sums["residual"]}
         gram = sums["second"] - np.outer(sums["first"], sums["first"]) / rows
         mean = public["mean"] + self._halves * sums["first"] / rows
-        solved, place = solve(gram[:-1, :-1], gram[:-1, -1])
+        solved, place = self.fitted(gram, rows)
         if solved is None:
             return {"stage": -float(SINGULAR), "blame": np.array([float(place)])}
         return {"stage": 3.0, "gram": gram, "mean": mean, "slopes": solved}
+
+    def fitted(self, gram: Doubles, rows: float) -> tuple[Doubles | None, int]:
+        """The slopes, in halves of ranges, from centred cross products of columns and outcome; or None and
+        the place of the column that leaves them open."""
+        return solve(gram[:-1, :-1], gram[:-1, -1])
 
     @override
     def answer(self, public: Arrays) -> Answer:

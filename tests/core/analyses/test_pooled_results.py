@@ -71,7 +71,14 @@ def silos_of(data: Mapping[str, Any]) -> list[Frame]:
     return [{key: values[owner == each] for key, values in frame.items()} for each in np.unique(owner)]
 
 
-def ask(silos: list[Frame], question: dict[str, Any], categories: tuple[str, ...] = ()) -> Answer:
+def ask(
+    silos: list[Frame],
+    question: dict[str, Any],
+    categories: tuple[str, ...] = (),
+    *,
+    ranges: Mapping[str, tuple[float, float]] | None = None,
+    least_count: int = 1,
+) -> Answer:
     """The answer to one question, with every vector on its way as a float32 update's mean."""
     names = {*question.get("on", ()), *_listed(question)}
     columns, tables = {}, [dict[str, np.ndarray]() for _ in silos]
@@ -83,13 +90,14 @@ def ask(silos: list[Frame], question: dict[str, Any], categories: tuple[str, ...
             columns[name] = ColumnTable(kind="category", values=tuple(float(kind) for kind in kinds))
         else:
             least = 0.0 if question["ask"] == "survival" else float(values.min())
-            columns[name] = ColumnTable(least=least, most=float(max(values.max(), least + 1)))
+            span = (ranges or {}).get(name, (least, float(max(values.max(), least + 1))))
+            columns[name] = ColumnTable(least=span[0], most=span[1])
         for table, silo in zip(tables, silos, strict=True):
             own = silo[name]
             table[name] = (
                 np.where(np.isnan(own), np.nan, np.searchsorted(kinds, own)) if name in categories else own
             )
-    survey = Survey.of(columns, [TypeAdapter(AnyQuestion).validate_python(question)], 1)
+    survey = Survey.of(columns, [TypeAdapter(AnyQuestion).validate_python(question)], least_count)
     parts = [DataTable(table, columns) for table in tables]
     public = {name: np.zeros(shape) for name, shape in survey.public_places.shapes.items()}
     for _ in range(survey.rounds):
@@ -103,7 +111,7 @@ def ask(silos: list[Frame], question: dict[str, Any], categories: tuple[str, ...
 
 
 def _listed(question: Mapping[str, Any]) -> list[str]:
-    keys = ("columns", "column", "by", "rows", "outcome", "time", "event")
+    keys = ("columns", "column", "by", "rows", "outcome", "time", "event", "exposure", "score")
     found = [question[key] for key in keys if question.get(key) is not None]
     return [name for each in found for name in ([each] if isinstance(each, str) else each)]
 

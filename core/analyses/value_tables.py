@@ -1,0 +1,100 @@
+"""The tables of questions that rank values, and of those about a model's scores."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from roundtable.core.analyses.ask_table import AskTable, Described, Names, different
+from roundtable.core.analyses.principal_components import Components
+from roundtable.core.analyses.question import Question
+from roundtable.core.analyses.ranked_values import MannWhitney, TopValues
+from roundtable.core.analyses.score_evaluation import ScoreEvaluation
+from roundtable.core.tables.table_description import ColumnName
+from roundtable.core.toml_tables import Finite
+
+_EVERY = "of a number: width of the grid of its values, from least on; 1 for whole numbers"
+
+
+class MannWhitneyTable(AskTable):
+    """The Mann-Whitney and the Kruskal-Wallis test between two groups."""
+
+    ask: Literal["mann_whitney"] = Field(description="this kind of question")
+    column: ColumnName = Field(description="a column of numbers, or a category whose values are in order")
+    by: ColumnName = Field(description="a category of two values")
+    every: Finite | None = Field(None, gt=0, description=_EVERY)
+    continuity: bool = Field(True, description="correct the normal approximation by half a rank")
+
+    @model_validator(mode="after")
+    def _apart(self) -> MannWhitneyTable:
+        different((self.column, self.by), "column and by")
+        return self
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return MannWhitney(columns, least, title, self.column, self.by, self.every, self.continuity)
+
+
+class TopValuesTable(AskTable):
+    """The most frequent values of a stated domain."""
+
+    ask: Literal["top_values"] = Field(description="this kind of question")
+    column: ColumnName = Field(description="a category, or a column of numbers")
+    most: int = Field(10, ge=1, le=1000, description="how many values")
+    every: Finite | None = Field(None, gt=0, description=_EVERY)
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return TopValues(columns, least, title, self.column, self.most, self.every)
+
+
+class ComponentsTable(AskTable):
+    """Principal components."""
+
+    ask: Literal["components"] = Field(description="this kind of question")
+    columns: Names = Field(min_length=2, description="columns of numbers")
+    components: int = Field(2, ge=1, le=200, description="how many, those with the largest variances")
+    standardise: bool = Field(True, description="divide columns by their standard deviations")
+
+    @model_validator(mode="after")
+    def _once(self) -> ComponentsTable:
+        different(self.columns, "columns")
+        return self
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return Components(columns, least, title, self.columns, self.components, self.standardise)
+
+
+class EvaluateTable(AskTable):
+    """How well a model's scores tell an outcome."""
+
+    ask: Literal["evaluate"] = Field(description="this kind of question")
+    score: ColumnName = Field(description="a column with the model's scores; probabilities lie from 0 to 1")
+    outcome: ColumnName = Field(description="a category of two values; high scores tell the second")
+    threshold: Finite = Field(0.5, description="a score from here on tells the second value")
+    bins: int = Field(10, ge=2, le=100, description="of the calibration curve, from 0 to 1")
+    by: ColumnName | None = Field(None, description="a category: the same for each of its values")
+    every: Finite | None = Field(
+        None, gt=0, description="width of the grid of scores; default: a thousandth of the range"
+    )
+
+    @model_validator(mode="after")
+    def _apart(self) -> EvaluateTable:
+        different((self.score, self.outcome, *filter(None, [self.by])), "score, outcome and by")
+        return self
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return ScoreEvaluation(
+            columns,
+            least,
+            title,
+            self.score,
+            self.outcome,
+            self.threshold,
+            self.bins,
+            self.by,
+            self.every,
+        )
