@@ -22,6 +22,7 @@ from roundtable.core.analyses.boosted_trees.row_kernels import Whole
 from roundtable.core.analyses.boosted_trees.split_choice import Growth
 from roundtable.core.analyses.exact_sums import Doubles, Shape
 from roundtable.core.analyses.question import Question
+from roundtable.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,16 @@ class FeatureBins:
 
     @classmethod
     def of(cls, question: Question, on: Sequence[str], plan: BoostingPlan, least: int) -> FeatureBins:
-        """For these columns. ConfigError for a number without a range."""
+        """For these columns. ConfigError for a number without a range, and for edges of a category."""
         known: dict[int, Doubles] = {}
         ranges = {}
         for place, name in enumerate(on):
             if question.described(name).kind == "category":
+                if name in plan.edges:
+                    raise ConfigError(
+                        f"{question.title}: edges are of numbers, and {name!r} is a category, with a bin for "
+                        "each value: leave its edges out"
+                    )
                 known[place] = np.array([*np.arange(1.0, len(question.category(name).values)), TOP])
                 continue
             column = question.number(name)

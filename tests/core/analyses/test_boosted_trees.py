@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from sklearn.datasets import load_diabetes
 
-from roundtable.core.analyses.boosted_trees import row_kernels
+from roundtable.core.analyses.boosted_trees import boosting, row_kernels
 from roundtable.core.analyses.boosted_trees.bin_cuts import (
     SKETCH_ROUNDS,
     cells_for,
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
         {"alpha": 50.0, "gamma": 2000.0, "min_child_weight": 10.0},
         0,
     ),
-    "missing values": ("heart", {"rounds": 4, "max_depth": 5}, {}, 2),
+    "missing values": ("heart", {"rounds": 4, "max_depth": 7}, {}, 2),
     "monotone": (
         "heart",
         {"rounds": 4, "max_depth": 3, "monotone": {"age": 1, "thalach": -1, "ca": 1}},
@@ -210,6 +210,19 @@ def test_trees_do_not_depend_on_the_split_the_kernel_or_what_silos_remember(
     found.append(grow(silos, QUESTION, columns, 5))
     assert found[0].model is not None
     assert all(other.model == found[0].model for other in found)
+
+
+@pytest.mark.parametrize(("outcome", "kinds"), [("disease", 2), ("num", 5)])
+def test_trees_are_the_same_with_one_node_a_round(
+    outcome: str, kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question = {**QUESTION, "outcome": outcome, "rounds": 2}
+    columns = described(pooled("heart"), question, kinds)
+    found = [grow([pooled("heart")], question, columns)]
+    monkeypatch.setattr(boosting, "_VALUES_A_ROUND", 1)
+    found.append(grow([pooled("heart")], question, columns))
+    assert found[0].model is not None
+    assert found[1].model == found[0].model
 
 
 def test_no_leaf_holds_fewer_rows_than_the_least_count() -> None:
@@ -339,13 +352,16 @@ def test_quantile_bins_of_a_skewed_column_are_about_equally_full() -> None:
         ({"monotone": {"year": 1}}, ValidationError, "'year'"),
         ({"edges": {"disease": [1]}}, ValidationError, "'disease'"),
         ({"base_score": 2.0}, ConfigError, "between 0 and 1"),
+        ({"edges": {"sex": [1]}}, ConfigError, "'sex' is a category"),
         ({"rounds": 2000, "max_depth": 10}, ConfigError, "fewer rounds"),
     ],
 )
 def test_what_cannot_be_grown_is_refused(asked: dict[str, Any], error: type[Exception], words: str) -> None:
     question = {**QUESTION, **asked}
+    columns = described(pooled("heart"), question, 2)
+    columns["sex"] = ColumnTable(kind="category", values=(0, 1))
     with pytest.raises(error, match=words):
-        grow([pooled("heart")], question, described(pooled("heart"), question, 2))
+        grow([pooled("heart")], question, columns)
 
 
 @pytest.mark.parametrize(
