@@ -20,7 +20,7 @@ from roundtable.core.analyses.regressions.regression_tables import (
     NegativeBinomialTable,
     PoissonTable,
 )
-from roundtable.core.analyses.survival.survival_tables import CoxTable, SurvivalTable
+from roundtable.core.analyses.survival.survival_tables import ConcordanceTable, CoxTable, SurvivalTable
 from roundtable.core.analyses.value_tables import (
     ComponentsTable,
     EvaluateTable,
@@ -154,6 +154,7 @@ AnyQuestion = Annotated[
     | EvaluateTable
     | SurvivalTable
     | CoxTable
+    | ConcordanceTable
     | BoostedTreesTable,
     Field(discriminator="ask"),
 ]

@@ -34,13 +34,20 @@ from roundtable.core.analyses.question import (
     by_group,
 )
 from roundtable.core.analyses.regression import Regression
-from roundtable.core.analyses.survival.fitted_hazards import baseline_hazards, fitted
+from roundtable.core.analyses.survival.fitted_hazards import baseline_hazards, fitted, likelihood_note
+from roundtable.core.analyses.survival.proportional_hazards import (
+    TIME_FUNCTIONS,
+    departures,
+    departures_note,
+    schoenfeld_test,
+)
 from roundtable.core.analyses.survival.risk_sets import (
     RiskCurves,
     RiskRows,
     RiskSums,
     by_cell,
     influences,
+    of_events,
     risk_curves,
     risk_sums,
     second_moments,
@@ -49,7 +56,7 @@ from roundtable.core.analyses.survival.time_grid import TimeGrid, merged
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
-_FIRST, _LAST_STEP, _ROBUST = 3, 61, 900
+_FIRST, _LAST_STEP, _RESIDUALS = 3, 61, 900
 _CLOSE, _FAR, _GONE = 1e-9, 20.0, 1e-6
 _WORST = -1e30
 
@@ -77,6 +84,7 @@ class Cox(Regression):
         strata: str | None = None,
         by_silo: bool = False,
         robust: bool = False,
+        proportional: bool = False,
     ) -> None:
         super().__init__(columns, least, title, event, on)
         self.time = time
@@ -86,6 +94,7 @@ class Cox(Regression):
         self.by_silo = by_silo
         self.small_cells = not by_silo
         self.robust = robust
+        self.proportional = proportional
         self.labels = self.category(strata).labels if strata is not None else ["all"]
         self._grid = TimeGrid(self, time, event, every)
         self._middles = np.array(self._middle)
@@ -111,6 +120,11 @@ class Cox(Regression):
         """Strata and intervals of which silos tell."""
         return (len(self.labels), 1) if self.by_silo else self._local
 
+    @property
+    def _curved(self) -> bool:
+        """Whether silos are told the curves of which residuals follow."""
+        return (self.robust or self.proportional) and not self.by_silo
+
     def _if(self, there: bool, *shape: int) -> Shape:
         return shape if there else (1,)
 
@@ -134,16 +148,18 @@ class Cox(Regression):
             "leaving": self._if(shared, *self._cells, 1 + p),
             "dying": self._if(shared and self.ties == "efron", *self._cells, 1 + p),
             "sandwich": self._if(self.robust, p, p),
+            "departures": self._if(self.proportional, len(TIME_FUNCTIONS), p),
         }
 
     @property
     @override
     def public(self) -> Mapping[str, Shape]:
         p = self._width
-        curves = self._if(self.robust and not self.by_silo, *self._cells, p)
+        curves = self._if(self._curved, *self._cells, p)
         return {
             "rows": (2,),
             "events": self._cells,
+            "leavers": self._cells,
             "places": self._cells,
             "ends": self._cells,
             "used": (len(self.labels),),
@@ -163,6 +179,7 @@ class Cox(Regression):
             "hessian": (p, p),
             "at_zero": (p,),
             "sandwich": self._if(self.robust, p, p),
+            "departures": self._if(self.proportional, len(TIME_FUNCTIONS), p),
             "blame": (1,),
         }
 
@@ -201,16 +218,17 @@ class Cox(Regression):
     def _of_all(self, rows: RiskRows, public: Arrays, stage: int) -> dict[str, Doubles]:
         """Sums for risk sets over all silos."""
         slopes = public["slopes"]
-        if stage == _ROBUST:
+        if stage == _RESIDUALS:
             curves = (public[name] for name in ("hazard", "tied", "middle", "drift", "tied_drift"))
             felt = influences(rows, slopes, *curves)
-            return {"sandwich": felt.T @ felt}
+            found = {"sandwich": felt.T @ felt} if self.robust else {}
+            return {**found, "departures": departures(rows, public)} if self.proportional else found
         if stage % 2 == 0:
             return {"information": second_moments(rows, slopes, public["hazard"], public["tied"])}
         sums = risk_sums(rows, slopes)
         if sums is None:
             return {"beyond": np.ones(1)}
-        found = {**_of_events(rows, slopes), "leaving": sums.leaving}
+        found = {**of_events(rows, slopes), "leaving": sums.leaving}
         return {**found, "dying": sums.dying} if self.ties == "efron" else found
 
     def _of_silo(self, rows: RiskRows, public: Arrays, stage: int) -> dict[str, Doubles]:
@@ -222,12 +240,12 @@ class Cox(Regression):
         curves = risk_curves(sums, events, events, self.ties == "efron")
         if curves is None:
             return {"beyond": np.ones(1)}
-        if stage == _ROBUST:
+        if stage == _RESIDUALS:
             felt = influences(
                 rows, slopes, curves.hazard, curves.tied, curves.middle, curves.drift, curves.tied_drift
             )
             return {"sandwich": felt.T @ felt}
-        own = _of_events(rows, slopes)
+        own = of_events(rows, slopes)
         return {
             "likelihood": own["likelihood"] + curves.likelihood,
             "gradient": own["gradient"] + curves.gradient,
@@ -249,8 +267,8 @@ class Cox(Regression):
                 return {"stage": -float(SINGULAR), "blame": constant[:1].astype(np.float64)}
             sd = self._halves * np.sqrt(squares / rows)
             return {"stage": float(_FIRST), "mean": mean, "sd": sd, "likelihood": np.array([_WORST])}
-        if stage == _ROBUST:
-            return {"stage": DONE, "sandwich": sums["sandwich"]}
+        if stage == _RESIDUALS:
+            return {"stage": DONE, "sandwich": sums["sandwich"], "departures": sums["departures"]}
         if stage % 2 == 0:
             return self._newton(public, sums["information"] - public["outer"], stage)
         return self._evaluated(public, sums, stage)
@@ -269,7 +287,7 @@ class Cox(Regression):
             code = NO_EVENTS
         elif kinds[1] < self.least or (self.hide(totals) < 0).any():
             code = TOO_FEW
-        places, ends, kept = (np.zeros(self._cells) for _ in range(3))
+        places, ends, kept, gone = (np.zeros(self._cells) for _ in range(4))
         used = np.ones(len(self.labels))
         if not self.by_silo:
             for number, group in enumerate(groups):
@@ -278,10 +296,15 @@ class Cox(Regression):
                 places[number] = np.repeat(np.arange(len(starts)), np.diff([*starts, self._grid.intervals]))
                 ends[number, : len(starts)] = self._grid.ends(starts)
                 kept[number, : len(starts)] = np.add.reduceat(events[number], starts)
+                gone[number, : len(starts)] = np.add.reduceat(np.sum(group, axis=0), starts)
             if (used < 2).all() and not code:
                 code = TOO_FEW
         shown = {"rows": self.hide(kinds), "places": places, "ends": ends, "used": used}
-        return {"stage": -float(code) if code else 1.0, **shown, **({} if code else {"events": kept})}
+        return {
+            "stage": -float(code) if code else 1.0,
+            **shown,
+            **({} if code else {"events": kept, "leavers": gone}),
+        }
 
     def _evaluated(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
         """On with Newton's step where the likelihood has risen, else half of the way back."""
@@ -309,7 +332,7 @@ class Cox(Regression):
             return {**found, **after}
         found |= {"stage": float(stage + 1), "outer": curves.outer, "hazard": curves.hazard}
         found["tied"] = curves.tied
-        if self.robust:
+        if self._curved:
             found |= {"middle": curves.middle, "drift": curves.drift, "tied_drift": curves.tied_drift}
         return found
 
@@ -329,7 +352,7 @@ class Cox(Regression):
             return {"stage": -float(SINGULAR), "blame": np.array([float(place)])}
         errors = np.sqrt(np.diag(inverted(hessian)))
         close = bool((np.abs(found) / errors).max() < _CLOSE)
-        after = float(_ROBUST) if self.robust else DONE
+        after = float(_RESIDUALS) if self.robust or self.proportional else DONE
         if not close:
             after = float(stage + 1) if stage < _LAST_STEP else -float(NO_LIMIT)
         return {"stage": after, "slopes": here + found, "hessian": hessian, "at_zero": at_zero}
@@ -343,7 +366,6 @@ class Cox(Regression):
     @override
     def answer(self, public: Arrays) -> Answer:
         censored, events = (int(each) for each in public["rows"])
-        p = self._width
         values = {
             "n": censored + events,
             "events": events,
@@ -356,16 +378,16 @@ class Cox(Regression):
             [*row, ratio]
             for row, ratio in zip(coefficient_rows(values), values["hazard_ratios"], strict=True)
         ]
-        freedom = f"{p} degree{'s' * (p > 1)} of freedom"
+        label = self.category(self.event).labels[1]
         notes = [
-            f"{censored + events} rows, {events} with {self.event} {self.category(self.event).labels[1]}; "
-            f"{self.ties.capitalize()} ties; log-likelihood {values['log_likelihood']:.6g}, likelihood ratio "
-            f"{values['lr_chi2']:.5g} on {freedom}, p {values['lr_p']:.4g}"
+            f"{censored + events} rows, {events} with {self.event} {label}; {self.ties.capitalize()} ties"
+            f"{', by silo' * self.by_silo}; {likelihood_note(values)}"
         ]
+        if self.proportional:
+            values["proportional"] = schoenfeld_test(self.terms, public)
+            notes.append(departures_note(self.terms, values["proportional"]))
         if self.robust:
             notes.append("robust errors, intervals and p values (infinitesimal jackknife)")
-        if self.by_silo:
-            notes.append("stratified by silo")
         if (
             merged_away := sum(self._grid.intervals - int(each) for each in public["used"])
         ) and not self.by_silo:
@@ -374,9 +396,3 @@ class Cox(Regression):
                 f"{merged_away} intervals are merged: at least {self.least}{kinds} leave each, or none"
             )
         return Answer(self.title, self.ask, (*HEADER, "hazard ratio"), rows, values, notes=notes)
-
-
-def _of_events(rows: RiskRows, slopes: Doubles) -> dict[str, Doubles]:
-    """Of those with the event: the sums of w x · slopes and of w x."""
-    died = rows.columns * (rows.weights * rows.died)[:, None]
-    return {"likelihood": np.array([(died @ slopes).sum()]), "gradient": died.sum(axis=0)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,15 @@ def fitted(terms: list[str], public: Arrays, robust: bool) -> dict[str, Any]:
         "lr_p": float(stats.chi2.sf(2 * (loglik - null), len(terms))),
         "aic": 2 * len(terms) - 2 * loglik,
     }
+
+
+def likelihood_note(values: Mapping[str, Any]) -> str:
+    """A few words about the likelihood of a fit."""
+    freedom = len(values["terms"])
+    return (
+        f"log-likelihood {values['log_likelihood']:.6g}, likelihood ratio {values['lr_chi2']:.5g} on "
+        f"{freedom} degree{'s' * (freedom > 1)} of freedom, p {values['lr_p']:.4g}"
+    )
 
 
 def baseline_hazards(labels: Sequence[str], public: Arrays) -> dict[str, Any]:

@@ -93,6 +93,12 @@ def risk_sums(rows: RiskRows, slopes: Doubles) -> RiskSums | None:
     return RiskSums(by_cell(terms, rows.flat, rows.cells), by_cell(terms[died], rows.flat[died], rows.cells))
 
 
+def of_events(rows: RiskRows, slopes: Doubles) -> dict[str, Doubles]:
+    """Of those with the event: the sums of w x · slopes and of w x."""
+    died = rows.columns * (rows.weights * rows.died)[:, None]
+    return {"likelihood": np.array([(died @ slopes).sum()]), "gradient": died.sum(axis=0)}
+
+
 def risk_curves(sums: RiskSums, events: Doubles, fallen: Doubles, efron: bool) -> RiskCurves | None:
     """What follows from the sums over all rows; `events` counts, `fallen` adds up the weights of those with
     the event, [strata, intervals]. None where a risk set is empty as far as the sums tell."""

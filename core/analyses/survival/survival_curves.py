@@ -7,6 +7,7 @@ anybody leaves there; what is left over at the end joins the last one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from roundtable.core.analyses.moments import or_none
 from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question, by_group, cells
 from roundtable.core.analyses.scipy_parts import linalg, stats
 from roundtable.core.analyses.survival.time_grid import TimeGrid, merged
-from roundtable.core.errors import TaskError
+from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
@@ -38,6 +39,7 @@ class KaplanMeier(Question):
         event: str,
         every: float,
         by: str | None = None,
+        until: float | None = None,
     ) -> None:
         super().__init__(columns, least, title)
         self.time = time
@@ -46,6 +48,12 @@ class KaplanMeier(Question):
         self.labels = self.category(by).labels if by is not None else ["all"]
         self._grid = TimeGrid(self, time, event, every)
         self.intervals = self._grid.intervals
+        self.until = until
+        most = self.number(time).most
+        if until is not None and most is not None and until > most:
+            raise ConfigError(
+                f"{title}: until = {until:g} is after the last time, most = {most:g} of {time!r}"
+            )
 
     @property
     def _shape(self) -> Shape:
@@ -133,6 +141,23 @@ class KaplanMeier(Question):
             "three quarters",
         ]
         header[4:] = [f"S({end:g})" for end in _quarter_ends(ends)]
+        if self.until is not None:
+            header.append(f"mean until {self.until:g}")
+            header.append("error")
+            for row, curve, gone in zip(rows, values["curves"].values(), leavers, strict=True):
+                last = float(ends[np.flatnonzero(gone)[-1]])
+                curve["restricted"] = restricted_mean(curve, self.until, last)
+                row += [curve["restricted"]["mean"], curve["restricted"]["error"]]
+        if self.until is not None and len(self.labels) == 2:
+            values["restricted_difference"] = _difference(
+                *(curve["restricted"] for curve in values["curves"].values())
+            )
+            if (apart := values["restricted_difference"])["p"] is not None:
+                low, high = apart["interval"]
+                notes.append(
+                    f"means until {self.until:g} differ by {apart['difference']:.6g} "
+                    f"({low:.6g} to {high:.6g}), p {apart['p']:.4g}"
+                )
         if len(self.labels) > 1:
             values["log_rank"] = log_rank(events, at_risk)
             test = values["log_rank"]
@@ -177,6 +202,37 @@ def _curve(ends: Doubles, events: Doubles, at_risk: Doubles) -> dict[str, Any]:
         "median": float(times[half[0]]) if half.size else None,
         "quartiles": [at(end) for end in _quarter_ends(ends)],
     }
+
+
+def restricted_mean(curve: Mapping[str, Any], until: float, last: float) -> dict[str, Any]:
+    """The mean time without the event up to `until`: the area below the curve, with its error and 95 %
+    interval (Klein & Moeschberger 2003, section 4.5). None where people are followed up to `last` only, and
+    not all have the event by then."""
+    survival = np.array([1.0, *curve["survival"]])
+    if until > last and survival[-1] > 0:
+        return {"until": until, "mean": None, "error": None, "interval": None}
+    times = np.array(curve["times"])
+    widths = np.diff(np.minimum([0.0, *times, max(until, float(times.max(initial=0.0)))], until))
+    areas = survival * widths
+    # What is left of the area from each time on.
+    left = areas[::-1].cumsum()[::-1][1:]
+    died, risk = np.array(curve["events"], float), np.array(curve["at_risk"], float)
+    seen = (times <= until) & (risk > died)
+    variance = (left[seen] ** 2 * died[seen] / (risk[seen] * (risk[seen] - died[seen]))).sum()
+    mean, error = float(areas.sum()), float(np.sqrt(variance))
+    reach = float(stats.norm.ppf(0.975)) * error
+    return {"until": until, "mean": mean, "error": error, "interval": [mean - reach, mean + reach]}
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The second group's restricted mean less the first's."""
+    if one["mean"] is None or other["mean"] is None:
+        return {"difference": None, "interval": None, "p": None}
+    apart = other["mean"] - one["mean"]
+    error = math.hypot(one["error"], other["error"])
+    reach = float(stats.norm.ppf(0.975)) * error
+    p = float(2 * stats.norm.sf(abs(apart) / error)) if error else None
+    return {"difference": apart, "interval": [apart - reach, apart + reach], "p": p}
 
 
 def log_rank(events: Doubles, at_risk: Doubles) -> dict[str, Any]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import re
-from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pooled_survival import FOLDER, pooled, pooled_survival, silos_of
 from pooled_tables import Frame, answer_of, split
 
 from roundtable.core.analyses.survival.time_grid import merged
 from roundtable.core.errors import PrivacyError
 from roundtable.surveys import analyse
 
-FOLDER = Path(__file__).parent / "survival"
-CASES = json.loads((FOLDER / "pooled_survival.json").read_text())["cox"]
-
-
-@cache
-def pooled(name: str) -> Frame:
-    """A data set as columns of doubles."""
-    if name == "ties":
-        r = np.arange(40)
-        made = {"time": 1 + 7 * r % 9, "event": 5 * r % 7 != 0, "x": (11 * r % 13) / 4, "z": 3 * r % 5 - 2}
-        return {key: value.astype(float) for key, value in made.items()}
-    with (FOLDER / f"{name}.csv").open() as lines:
-        rows = list(csv.DictReader(lines))
-    return {key: np.array([float(row[key] or "nan") for row in rows]) for key in rows[0]}
-
-
-def silos_of(case: Mapping[str, Any]) -> list[Frame]:
-    """The rows of each silo."""
-    if not isinstance(case["data"], str):
-        return [{key: np.array(v, float) for key, v in silo.items()} for silo in case["data"].values()]
-    frame, rule = pooled(case["data"]), case["split"]
-    rows = len(next(iter(frame.values())))
-    if "row_mod" in rule:
-        return split(frame, np.arange(rows) % rule["row_mod"])
-    if "blocks" in rule:
-        return split(frame, np.repeat(np.arange(len(rule["blocks"])), rule["blocks"]))
-    return split(frame, frame[rule["column"]])
+CASES = pooled_survival("cox")
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
@@ -74,6 +45,9 @@ def test_estimates_are_those_of_the_pooled_rows(case: dict[str, Any]) -> None:
         seen = np.searchsorted(curve["times"], wanted["baseline_at_x0"]["times"], side="right") - 1
         hazard = np.array(curve["cumulative_hazard"])[seen]
         assert np.allclose(hazard, wanted["baseline_at_x0"]["cumulative_hazard"], rtol=1e-8, atol=0)
+    for name, chi2 in wanted.get("schoenfeld", {}).items():
+        tested = found["proportional"][name]
+        assert np.allclose(tested["chi2"], chi2, rtol=1e-7, atol=1e-9), name
     if "ends" in wanted:
         told = [
             t for t, many in zip(*(found["baseline"]["all"][k] for k in ("times", "events")), strict=True)
