@@ -25,7 +25,8 @@ class AnalysesTable(Table):
         LEAST_COUNT, ge=1, description="fewest rows of a cell or group that an analysis may tell of"
     )
     allowed: list[str] | None = Field(
-        None, description='kinds of questions, such as ["describe", "linear"]; default: all'
+        None,
+        description='kinds of questions, such as ["describe", "linear"]; default: all but meta_analysis',
     )
     tables: list[str] | None = Field(None, description="tables of [data] that may be asked; default: all")
     protected: list[str] = Field(
@@ -78,6 +79,11 @@ def analysis_objections(rules: AnalysesTable, job: JobConfig) -> Iterator[str]:
             f"{', '.join(rules.allowed) or 'none'} ([policy.analyses] allowed)"
         )
     for question in asked.survey.questions:
+        if question.tells_of_silos and rules.allowed is None:
+            yield (
+                f"{question.title}: sums of {question.ask} over few silos tell of this silo's own estimates: "
+                "its policy has to name it ([policy.analyses] allowed)"
+            )
         if kept := sorted({*question.told} & {*rules.protected}):
             yield (
                 f"{question.title}: {', '.join(map(repr, kept))} may be neither an outcome nor a group here "

@@ -29,8 +29,10 @@ _WHY = {
     5: "fewer than three rows for each coefficient: the fit would tell of single rows",
     6: "no events: everybody in these rows is censored",
     7: "the counts vary no more than Poisson's, so that alpha goes to 0: ask poisson",
+    8: "fewer than three silos have rows enough to fit the model to their own",
 }
 TOO_FEW, SINGULAR, SEPARATED, NO_LIMIT, SATURATED, NO_EVENTS, NO_SPREAD = 1, 2, 3, 4, 5, 6, 7
+FEW_SILOS = 8
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Question:
 
     ask: ClassVar[str] = ""
     most_rounds: ClassVar[int] = 1
+    tells_of_silos: ClassVar[bool] = False
+    """Whether sums over few silos tell of each one's own figures, so that a silo's policy has to name it."""
     small_cells: bool = False
 
     def __init__(self, columns: Mapping[str, ColumnTable], least: int, title: str) -> None:

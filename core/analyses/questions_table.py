@@ -17,6 +17,7 @@ from roundtable.core.analyses.regressions.regression_tables import (
     ElasticNetTable,
     LinearTable,
     LogisticTable,
+    MetaAnalysisTable,
     NegativeBinomialTable,
     PoissonTable,
 )
@@ -148,6 +149,7 @@ AnyQuestion = Annotated[
     | PoissonTable
     | NegativeBinomialTable
     | ElasticNetTable
+    | MetaAnalysisTable
     | MannWhitneyTable
     | TopValuesTable
     | ComponentsTable

@@ -77,6 +77,11 @@ class Regression(Question):
         """Columns whose moments are summed."""
         return len(self.terms)
 
+    @property
+    def halves(self) -> Doubles:
+        """Half of the range of each term, float64 [terms]."""
+        return np.array(self._half)
+
     def _design(self, table: DataTable) -> tuple[Doubles, Doubles]:
         """(design [rows, terms], outcome [rows]) of the whole rows."""
         parts = []

@@ -191,6 +191,10 @@ def test_what_a_silo_objects_to(tmp_path: Path) -> None:
     assert "of the kind logistic, quantiles are not answered" in said(allowed=["describe"])[0]
     assert ["'ill' may be neither" in line for line in said(protected=["ill"])] == [True, True]
     assert said(protected=["age"]) == []
+    asked = {"ask": "meta_analysis", "outcome": "ill", "on": ["age"]}
+    meta = survey_job(load_survey(write(tmp_path), {"questions": [asked]}), 3)
+    assert "tell of this silo's own estimates" in next(analysis_objections(AnalysesTable(), meta))
+    assert list(analysis_objections(AnalysesTable(allowed=["meta_analysis"]), meta)) == []
     begun = [(1000.0, job), (2000.0, job)]
     assert list(objections_to_count(AnalysesTable(a_day=2), job, begun, 87399.0)) != []
     assert list(objections_to_count(AnalysesTable(a_day=2), job, begun, 87401.0)) == []

@@ -11,6 +11,7 @@ from roundtable.core.analyses.question import Question
 from roundtable.core.analyses.regression import Linear
 from roundtable.core.analyses.regressions.count_regression import NegativeBinomial, Poisson
 from roundtable.core.analyses.regressions.logistic_regression import Logistic
+from roundtable.core.analyses.regressions.meta_analysis import MetaAnalysis
 from roundtable.core.analyses.regressions.penalised_regression import PenalisedLinear, PenalisedLogistic
 from roundtable.core.tables.table_description import ColumnName
 from roundtable.core.toml_tables import Finite
@@ -83,6 +84,16 @@ class NegativeBinomialTable(_RegressionTable):
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
         return NegativeBinomial(columns, least, title, self.outcome, self.on, self.exposure, self.alpha)
+
+
+class MetaAnalysisTable(_RegressionTable):
+    """Random-effects meta-analysis of the silos' own linear or logistic regressions."""
+
+    ask: Literal["meta_analysis"] = Field(description="this kind of question")
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return MetaAnalysis(columns, least, title, self.outcome, self.on)
 
 
 class ElasticNetTable(_RegressionTable):

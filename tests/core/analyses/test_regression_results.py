@@ -93,3 +93,22 @@ def test_what_is_no_count_or_exposure_is_named() -> None:
         ask(_thirds({**good, "y": _ROWS % 5 / 2}), asked)
     with pytest.raises(TaskError, match="exposure 't' is 0 in 1 rows"):
         ask(_thirds({**good, "t": _ROWS}), asked)
+
+
+@_of("meta_analysis")
+def test_a_meta_analysis_is_that_of_each_silos_fit(case: dict[str, Any]) -> None:
+    params, wanted = case["params"], case["expected"]
+    categories = (params["outcome"],) if params["outcome"] == "disease" else ()
+    silos = silos_of(case["data"])
+    # A silo whose outcome never varies has no fit of its own, and is left out.
+    silos.append({name: values[values == values][:1].repeat(9) for name, values in silos[0].items()})
+    answer = ask(silos, {"ask": "meta_analysis", **params}, categories)
+    found = answer.values
+    assert (found["n"], found["silos"]) == (wanted["n"], wanted["silos"])
+    close(found["Q"], wanted["Q"])
+    assert np.allclose(found["I2"], wanted["I2"], rtol=0, atol=1e-9)
+    for kind in ("fixed", "dl", "reml"):
+        for name in ("estimates", "errors", "errors_hksj", "tau2"):
+            assert np.allclose(found[kind][name], wanted[kind][name], rtol=1e-8, atol=0), (kind, name)
+    few = ask(silos[:2], {"ask": "meta_analysis", **params}, categories)
+    assert "fewer than three silos" in few.why
