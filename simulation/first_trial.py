@@ -16,7 +16,7 @@ from roundtable.core.config import JobConfig, job_document, overridden, read_job
 from roundtable.core.errors import ConfigError, NoExamples, RoundtableError, TaskError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.plugins.doors import foreign_frames, foreign_trace
-from roundtable.core.task import Site, load_task
+from roundtable.core.task import ArrayTask, Site, Task, load_task
 from roundtable.core.toml import TomlDocument
 from roundtable.simulation.backend import World
 from roundtable.simulation.choose_backend import device_of
@@ -27,9 +27,10 @@ from roundtable.simulation.world.tables_check import check_tables
 def first_oddities(world: World, partition: SeededPartition) -> list[Oddity]:
     """What is odd about the first client that has examples; `partition` is the job's, and knows its splits.
 
-    Raises TaskError with the task's traceback where its model, loss or metrics fail at each client that is
-    tried. Data that do not open are their client's failure, in its round.
+    Raises ConfigError as `check_split`, TaskError with the task's traceback where its model, loss or metrics
+    fail at each client that is tried. Data that do not open are their client's failure, in its round.
     """
+    check_split(world.job, world.task)
     tried: list[Trial] = []
     for index in _some(world.job.simulation.clients):
         trial = try_client(world, index, partition)
@@ -50,6 +51,15 @@ def first_oddities(world: World, partition: SeededPartition) -> list[Oddity]:
     raise TaskError(
         f"nothing was trained: the task fails at {where}. {first.client}: {said}\n{trace}".rstrip()
     )
+
+
+def check_split(job: JobConfig, task: Task | ArrayTask) -> None:
+    """Raises ConfigError for a job's partition that this task could not ask for: an app of Flower's."""
+    if (own := getattr(task, "splits_by", "")) and job.simulation.splits:
+        raise ConfigError(
+            f"[simulation] partition: {job.simulation.partition.get('name')!r} would split nothing: a "
+            f"Flower app splits its data itself, by {own}: leave partition out, or let the app split so"
+        )
 
 
 def try_client(world: World, index: int, partition: SeededPartition) -> Trial:
@@ -91,6 +101,7 @@ def try_task(
         )
     check_tables(job, folder)
     task = load_task(reference, Path.cwd(), parameters=job.task.parameters)
+    check_split(job, task)
     algorithm = make_algorithm(job.algorithm, folder)
     world = World(job, task, initial_model(job, task, algorithm), None, folder)
     check_task_with(algorithm, task, world.layout)

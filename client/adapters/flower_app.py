@@ -80,6 +80,8 @@ def flower_app(
 class FlowerAppTask(ArrayTask):
     """Handlers of a ClientApp behind the methods of an ArrayTask."""
 
+    splits_by = "partition-id"
+
     def __init__(
         self,
         app: ClientApp,

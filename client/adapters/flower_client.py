@@ -57,6 +57,8 @@ def flower_client(
 class FlowerTask(ArrayTask):
     """A `client_fn` behind the methods of an ArrayTask."""
 
+    splits_by = "partition-id"
+
     def __init__(
         self, client_fn: Callable[..., Any], first: Callable[[], Sequence[np.ndarray]] | None = None
     ) -> None:

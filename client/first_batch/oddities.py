@@ -39,7 +39,7 @@ def oddities(trial: Trial, job: JobConfig) -> list[Oddity]:
 
 def _all(trial: Trial, job: JobConfig) -> Iterator[tuple[str, str]]:
     yield from _failure(trial)
-    yield from _site(trial)
+    yield from _site(trial, job)
     yield from _loss(trial, job)
     yield from _batch_norm(trial, job)
     yield from _weights(trial, job)
@@ -67,12 +67,18 @@ def _failure(trial: Trial) -> Iterator[tuple[str, str]]:
     yield trial.act, f"{_DOES[trial.act]}: {said}{because}"
 
 
-def _site(trial: Trial) -> Iterator[tuple[str, str]]:
+def _site(trial: Trial, job: JobConfig) -> Iterator[tuple[str, str]]:
     if not trial.asked_site and trial.clients > 1 and trial.act != "data":
         yield (
             "shard",
             f"data() asks neither site.shard(labels) nor site.index or site.name: {trial.clients} clients "
             "have the same data. `mine = site.shard(labels)` gives the rows of each one's share",
+        )
+    elif job.simulation.splits and not trial.asked_shard and trial.act != "data":
+        yield (
+            "partition",
+            "data() does not ask site.shard(labels), so that [simulation] partition splits nothing: "
+            "ask it, or leave partition out",
         )
 
 

@@ -48,6 +48,7 @@ class Trial:
     clients: int
     batch_size: int
     asked_site: bool = True
+    asked_shard: bool = True
     examples: int | None = None
     test_examples: int | None = None
     drops_last: bool = False
@@ -68,12 +69,14 @@ class Trial:
 
 
 class _SeenSite(Site):
-    """A site that remembers whether the task asked which one it is."""
+    """A site that remembers whether the task asked which one it is, and for its share."""
 
     @override
     def __getattribute__(self, name: str) -> Any:
         if name in ("name", "index", "shard"):
             object.__setattr__(self, "asked", True)
+        if name == "shard":
+            object.__setattr__(self, "asked_shard", True)
         return super().__getattribute__(name)
 
 
@@ -99,8 +102,10 @@ def try_batch(task: Task | ArrayTask, job: JobConfig, site: Site, device: torch.
 def _try(trial: Trial, task: Any, job: JobConfig, site: _SeenSite, device: torch.device, seed: int) -> None:
     trial.act = "data"
     object.__setattr__(site, "asked", False)
+    object.__setattr__(site, "asked_shard", False)
     training, test = split_data(task, site)
     trial.asked_site = bool(site.__dict__["asked"])
+    trial.asked_shard = bool(site.__dict__["asked_shard"])
     if isinstance(task, ArrayTask):
         trial.act = ""
         return

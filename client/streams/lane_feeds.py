@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -75,7 +75,7 @@ class WorkerFeed:
         self._place_of = {lane.number: place % self._count for place, lane in enumerate(turn)}
         self._lanes = source.lanes
         self._waiting: list[deque[Fed]] = [deque() for _ in range(self._count)]
-        told = Workers(self._count, workers.prefetch, workers.prepare)
+        told = replace(workers, count=self._count)
         self._cycles = told.read(_LaneCycles(source, seed, first, turn), seed.number("workers", first))
         self._arrived = 0
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from roundtable.core.errors import NoExamples, RoundtableError, TaskError
 from roundtable.core.plugins.doors import foreign_frames
+from roundtable.core.plugins.folder_imports import FilesFirst
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,13 @@ class Workers:
     count: int = 0
     prefetch: int | None = None
     prepare: Callable[[int], None] | None = None
+    context: Any = None
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> Workers:
         """What a DataLoader says of them."""
-        return cls(loader.num_workers, loader.prefetch_factor, loader.worker_init_fn)
+        context = loader.multiprocessing_context
+        return cls(loader.num_workers, loader.prefetch_factor, loader.worker_init_fn, context)
 
     def read(self, dataset: Any, seed: int) -> Iterator[Any]:
         """What the workers' copies of an iterable data set give, in turn, item by item."""
@@ -38,6 +41,7 @@ class Workers:
                 num_workers=self.count,
                 prefetch_factor=self.prefetch,
                 worker_init_fn=self.prepare,
+                multiprocessing_context=self.context,
                 generator=torch.Generator().manual_seed(seed),
             )
         )
@@ -59,6 +63,10 @@ class _Guarded(IterableDataset[Any]):
         self._dataset = dataset
 
     @override
+    def __reduce__(self) -> tuple[Callable[..., _Guarded], tuple[FilesFirst, Iterable[Any]]]:
+        return _guarded, (FilesFirst(), self._dataset)
+
+    @override
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from self._dataset
@@ -69,6 +77,10 @@ class _Guarded(IterableDataset[Any]):
             place = f" in {frames[-1].place}()" if frames else ""
             words = f"the task's code raised {type(error).__name__}{place} while it read the training data"
             yield _Problem(False, f"{words} (the silo's log has the details)", traceback.format_exc())
+
+
+def _guarded(first: FilesFirst, dataset: Iterable[Any]) -> _Guarded:
+    return _Guarded(dataset)
 
 
 def _told(items: Iterable[Any]) -> Iterator[Any]:

@@ -19,6 +19,7 @@ from roundtable.client.training.loaders import (
     check_loader,
     collate_of,
     drops_last,
+    for_workers,
     own_sampler,
     sampled_order,
     workers_of,
@@ -265,7 +266,11 @@ def _loader(
     if (workers := workers_of(dataset)) and generator is not None:
         seeds.manual_seed(derive_seed(generator.initial_seed(), "workers", epoch))
     return DataLoader(
-        base_of(dataset), batch_sampler=rows, collate_fn=collate_of(dataset), generator=seeds, **workers
+        for_workers(dataset) if workers else base_of(dataset),
+        batch_sampler=rows,
+        collate_fn=collate_of(dataset),
+        generator=seeds,
+        **workers,
     )
 
 

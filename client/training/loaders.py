@@ -4,6 +4,7 @@ when."""
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +13,17 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_collate,
 )
+from typing_extensions import override
 
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.core.errors import TaskError
+from roundtable.core.plugins.folder_imports import FilesFirst
 
 Collate = Callable[[list[Any]], Any]
 _CPU = torch.device("cpu")
@@ -53,6 +57,30 @@ def workers_of(data: Any) -> dict[str, Any]:
         "multiprocessing_context": data.multiprocessing_context,
         "timeout": data.timeout,
     }
+
+
+def for_workers(data: Any) -> Any:
+    """The data set of a DataLoader for its workers, who know no task's file where they are no forks."""
+    methods = multiprocessing.get_all_start_methods()
+    method = multiprocessing.get_start_method(allow_none=True) or methods[0]
+    if isinstance(data, DataLoader) and data.multiprocessing_context is not None:
+        method = data.multiprocessing_context.get_start_method()
+    return base_of(data) if method == "fork" else _Carried(base_of(data))
+
+
+class _Carried(Dataset[Any]):
+    """Is the data set itself again in the process that it is sent to."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[FilesFirst, Any]]:
+        return _second, (FilesFirst(), self._dataset)
+
+
+def _second(first: FilesFirst, dataset: Any) -> Any:
+    return dataset
 
 
 def check_loader(data: Any, batch_size: int) -> None:

@@ -57,3 +57,8 @@ class SimulationTable(Table):
     root_examples: int = Field(
         100, ge=1, description="examples that the coordinator trusts, for a rule such as fltrust"
     )
+
+    @property
+    def splits(self) -> bool:
+        """Whether the job says itself how a data set is split; evenly and at random is nobody's wish."""
+        return self.partition != {"name": "iid"}

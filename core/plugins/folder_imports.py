@@ -51,6 +51,24 @@ def load_file(path: Path, folder: Path | None = None) -> ModuleType:
     return module
 
 
+class FilesFirst:
+    """Goes before what files have defined to a process that is no fork: there it imports them."""
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., FilesFirst], tuple[list[tuple[Path, Path]]]]:
+        modules = [module for name, module in sys.modules.items() if name.startswith(_PREFIX)]
+        loaders = (getattr(module.__spec__, "loader", None) for module in modules)
+        return _imported, (
+            [(Path(one.path), one.folder) for one in loaders if isinstance(one, _FolderLoader)],
+        )
+
+
+def _imported(files: list[tuple[Path, Path]]) -> FilesFirst:
+    for path, folder in files:
+        load_file(path, folder)
+    return FilesFirst()
+
+
 def load_inside(path: Path, folder: Path) -> ModuleType:
     """The module at `path` as a part of its package, which lies in `folder`; raises what it raises."""
     names = path.relative_to(folder).with_suffix("").parts

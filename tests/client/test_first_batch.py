@@ -40,6 +40,13 @@ class Sound(Task):
         return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
 
 
+class ByItsName(Sound):
+    """Splits by what the site is called, and asks no partition."""
+
+    def data(self, site: Site) -> Any:
+        return super().data(Site(site.name))
+
+
 class OfBatches(Sound):
     """The same examples as dictionaries of a map-style data set, by a DataLoader."""
 
@@ -185,3 +192,6 @@ def test_settings_of_the_job_that_are_odd_for_the_task() -> None:
     assert "lower algorithm.learning_rate" in told(Sound(), rate=1e4)["learning_rate"]
     assert told(Sound(), "max_gradient_norm = 1e-3", rate=100.0) == {}
     assert told(Everyones(), clients=1) == {}
+    split = '[simulation.partition]\nname = "dirichlet"\nalpha = 0.5'
+    assert "partition splits nothing" in told(ByItsName(), split)["partition"]
+    assert told(Sound(), split) == told(ByItsName()) == {}

@@ -15,7 +15,7 @@ from other_frameworks import SKLEARN_CLIENT, TORCH_CLIENT, write_quickstart
 import roundtable as rt
 from roundtable.client.adapters.flower_records import ArrayRecord, ConfigRecord, RecordDict
 from roundtable.client.adapters.flower_stand_in import AppContext, ClientApp, Message, flower_stands_in
-from roundtable.core.errors import RoundtableError
+from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.core.task import initial_state
 
 JOB = """
@@ -144,6 +144,13 @@ def test_what_an_app_cannot_have_here_is_refused_with_words(
     assert old in TORCH_CLIENT
     job = quickstart(tmp_path, TORCH_CLIENT.replace(old, new), tmp_path.name)
     with pytest.raises(RoundtableError, match=said):
+        rt.simulate(job)
+
+
+def test_a_partition_that_the_app_would_not_ask_is_refused(tmp_path: Path) -> None:
+    job = quickstart(tmp_path, TORCH_CLIENT, "split_by_itself")
+    job.write_text(f'{JOB}partition = {{ name = "dirichlet", alpha = 0.1 }}\n')
+    with pytest.raises(ConfigError, match=r"partition: 'dirichlet' would split nothing.* by partition-id"):
         rt.simulate(job)
 
 

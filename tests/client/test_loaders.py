@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
+from roundtable.client.streams.workers import Workers
 from roundtable.client.training.batches import count_examples, ordered_batches, training_batches
 from roundtable.client.training.local_work import steps_of
 from roundtable.cluster.train.shared_batches import SharedBatches, Sharing
 from roundtable.core import JobConfig
 from roundtable.core.errors import NoExamples, TaskError
+from roundtable.core.plugins.folder_imports import load_file
 from roundtable.core.seeds import torch_generator
 
 
@@ -139,6 +142,24 @@ def test_evaluation_takes_the_examples_of_the_sampler_once() -> None:
 class Secret(Words):
     def __getitem__(self, index: int) -> dict[str, Any]:
         raise TaskError(f"bad row {index} of {os.getpid()}")
+
+
+def test_workers_that_are_no_forks_know_the_tasks_file(tmp_path: Path) -> None:
+    # As on macOS, on Windows, and on Linux from Python 3.14 on.
+    file = tmp_path / "spawned.py"
+    file.write_text(
+        "import os\nfrom torch.utils.data import Dataset, IterableDataset\n"
+        "class Rows(Dataset):\n    def __len__(self):\n        return 4\n"
+        "    def __getitem__(self, index):\n        return index, os.getpid()\n"
+        "class Stream(IterableDataset):\n    def __iter__(self):\n"
+        "        yield from ((index, os.getpid()) for index in range(4))\n"
+    )
+    made = load_file(file)
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    [(rows, processes)] = batches_of(DataLoader(made.Rows(), **spawned), epochs=1)
+    streamed = list(Workers.of(DataLoader(made.Stream(), **spawned)).read(made.Stream(), 1))
+    assert sorted(rows.tolist()) == [row for row, _ in streamed] == [0, 1, 2, 3]
+    assert os.getpid() not in {*processes.tolist(), *(process for _, process in streamed)}
 
 
 def test_a_workers_traceback_does_not_leave() -> None:
