@@ -142,7 +142,7 @@ def _evaluation(axes: Any, answer: Answer) -> None:
 _PANELS: dict[str, Callable[[Any, Answer], None]] = {
     "histogram": _histogram,
     "survival": _survival,
-    **dict.fromkeys(("linear", "logistic", "poisson", "negative_binomial"), _coefficients),
+    **dict.fromkeys(("linear", "logistic", "poisson", "negative_binomial", "mixed_intercept"), _coefficients),
     "evaluate": _evaluation,
     "cox": _hazard_ratios,
     "boosted_trees": _losses,

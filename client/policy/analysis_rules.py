@@ -26,7 +26,8 @@ class AnalysesTable(Table):
     )
     allowed: list[str] | None = Field(
         None,
-        description='kinds of questions, such as ["describe", "linear"]; default: all but meta_analysis',
+        description='kinds of questions, such as ["describe", "linear"]; default: all but those '
+        "that tell of a silo's own estimates",
     )
     tables: list[str] | None = Field(None, description="tables of [data] that may be asked; default: all")
     protected: list[str] = Field(

@@ -18,6 +18,7 @@ from roundtable.core.analyses.regressions.regression_tables import (
     LinearTable,
     LogisticTable,
     MetaAnalysisTable,
+    MixedInterceptTable,
     NegativeBinomialTable,
     PoissonTable,
 )
@@ -150,6 +151,7 @@ AnyQuestion = Annotated[
     | NegativeBinomialTable
     | ElasticNetTable
     | MetaAnalysisTable
+    | MixedInterceptTable
     | MannWhitneyTable
     | TopValuesTable
     | ComponentsTable

@@ -2,7 +2,7 @@
 
 Each silo fits the regression to its own rows; of a term's slopes y with variances v only sums over silos of
 wᵃ (y − centre)ᵇ are sent, w = 1 / (v + tau²). Fixed effect, and random effects with tau² after DerSimonian &
-Laird (1986) and by restricted maximum likelihood (Viechtbauer 2005, equation 11), by Newton's method.
+Laird (1986) and by restricted maximum likelihood (Viechtbauer 2005), by Newton's method.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from roundtable.core.analyses.regression import Linear
 from roundtable.core.analyses.regressions.count_regression import NegativeBinomial, Poisson
 from roundtable.core.analyses.regressions.logistic_regression import Logistic
 from roundtable.core.analyses.regressions.meta_analysis import MetaAnalysis
+from roundtable.core.analyses.regressions.mixed_intercept import MixedIntercept
 from roundtable.core.analyses.regressions.penalised_regression import PenalisedLinear, PenalisedLogistic
 from roundtable.core.tables.table_description import ColumnName
 from roundtable.core.toml_tables import Finite
@@ -94,6 +95,17 @@ class MetaAnalysisTable(_RegressionTable):
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
         return MetaAnalysis(columns, least, title, self.outcome, self.on)
+
+
+class MixedInterceptTable(_RegressionTable):
+    """Linear regression with a random intercept for each silo."""
+
+    ask: Literal["mixed_intercept"] = Field(description="this kind of question")
+    restricted: bool = Field(True, description="restricted maximum likelihood; false: maximum likelihood")
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return MixedIntercept(columns, least, title, self.outcome, self.on, self.restricted)
 
 
 class ElasticNetTable(_RegressionTable):

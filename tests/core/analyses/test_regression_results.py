@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import optimize
 
 from roundtable.core.errors import ConfigError, TaskError
 from tests.core.analyses.test_pooled_results import Frame, ask, close, silos_of
@@ -112,3 +113,51 @@ def test_a_meta_analysis_is_that_of_each_silos_fit(case: dict[str, Any]) -> None
             assert np.allclose(found[kind][name], wanted[kind][name], rtol=1e-8, atol=0), (kind, name)
     few = ask(silos[:2], {"ask": "meta_analysis", **params}, categories)
     assert "fewer than three silos" in few.why
+
+
+def _dense_fit(silos: list[Frame], restricted: bool) -> dict[str, Any]:
+    """The same model out of whole matrices over all rows."""
+    y = np.concatenate([silo["y"] for silo in silos])
+    x = np.column_stack([np.ones(len(y)), np.concatenate([silo["x"] for silo in silos])])
+    of = np.repeat(np.arange(len(silos)), [len(silo["y"]) for silo in silos])
+    z = (of[:, None] == np.arange(len(silos))) * 1.0
+    freedom = len(y) - 2 * restricted
+
+    def parts(ratio: float) -> tuple[Any, ...]:
+        inverse = np.linalg.inv(np.eye(len(y)) + ratio * z @ z.T)
+        cross = np.linalg.inv(x.T @ inverse @ x)
+        return inverse, cross, inverse - inverse @ x @ cross @ x.T @ inverse
+
+    def score(ratio: float) -> float:
+        inverse, _, p = parts(ratio)
+        trace = np.trace(z.T @ (p if restricted else inverse) @ z)
+        return float(freedom * ((z.T @ p @ y) ** 2).sum() / (y @ p @ y) - trace)
+
+    ratio = float(optimize.brentq(score, 0.0, 1e5, xtol=1e-14, rtol=1e-14)) if score(0.0) > 0 else 0.0
+    inverse, cross, p = parts(ratio)
+    residual = float(y @ p @ y) / freedom
+    return {
+        "coefficients": cross @ x.T @ inverse @ y,
+        "errors": np.sqrt(residual * np.diag(cross)),
+        "residual_variance": residual,
+        "silo_variance": ratio * residual,
+    }
+
+
+@pytest.mark.parametrize("restricted", [True, False])
+@pytest.mark.parametrize("between", [0.0, 0.4, 30.0])
+def test_an_intercept_for_each_silo_is_that_of_whole_matrices(between: float, restricted: bool) -> None:
+    draws = np.random.default_rng(5)
+    silos = []
+    for number, rows in enumerate((9, 14, 21, 8)):
+        x = draws.normal(50, 10, rows)
+        # Without a difference between silos: residuals that sum to nothing in each.
+        noise = draws.normal(0, 1, rows)
+        noise -= noise.mean() if not between else 0.0
+        silos.append({"x": x, "y": 3 + 0.1 * x + between * (-1) ** number + noise})
+    asked = {"ask": "mixed_intercept", "outcome": "y", "on": ["x"], "restricted": restricted}
+    found, wanted = ask(silos, asked).values, _dense_fit(silos, restricted)
+    for name, value in wanted.items():
+        assert np.allclose(found[name], value, rtol=1e-8, atol=0), name
+    assert (found["silo_variance"] == 0) == (between == 0)
+    assert "fewer than three silos" in ask(silos[:2], asked).why
