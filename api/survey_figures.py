@@ -145,5 +145,6 @@ _PANELS: dict[str, Callable[[Any, Answer], None]] = {
     **dict.fromkeys(("linear", "logistic", "poisson", "negative_binomial", "mixed_intercept"), _coefficients),
     "evaluate": _evaluation,
     "cox": _hazard_ratios,
+    "weighted_cox": _hazard_ratios,
     "boosted_trees": _losses,
 }

@@ -22,7 +22,12 @@ from roundtable.core.analyses.regressions.regression_tables import (
     NegativeBinomialTable,
     PoissonTable,
 )
-from roundtable.core.analyses.survival.survival_tables import ConcordanceTable, CoxTable, SurvivalTable
+from roundtable.core.analyses.survival.survival_tables import (
+    ConcordanceTable,
+    CoxTable,
+    SurvivalTable,
+    WeightedCoxTable,
+)
 from roundtable.core.analyses.value_tables import (
     ComponentsTable,
     EvaluateTable,
@@ -158,6 +163,7 @@ AnyQuestion = Annotated[
     | EvaluateTable
     | SurvivalTable
     | CoxTable
+    | WeightedCoxTable
     | ConcordanceTable
     | BoostedTreesTable,
     Field(discriminator="ask"),

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from roundtable.core.analyses.estimates import (
     HEADER,
-    LEAST_PIVOT,
     coefficient_rows,
     inverted,
     solve,
@@ -33,7 +32,7 @@ from roundtable.core.analyses.question import (
     Answer,
     by_group,
 )
-from roundtable.core.analyses.regression import Regression
+from roundtable.core.analyses.regressions.newton_fits import CLOSE, FAR, FIRST_STEP, NewtonFit
 from roundtable.core.analyses.survival.fitted_hazards import baseline_hazards, fitted, likelihood_note
 from roundtable.core.analyses.survival.proportional_hazards import (
     TIME_FUNCTIONS,
@@ -56,12 +55,10 @@ from roundtable.core.analyses.survival.time_grid import TimeGrid, merged
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
-_FIRST, _LAST_STEP, _RESIDUALS = 3, 61, 900
-_CLOSE, _FAR, _GONE = 1e-9, 20.0, 1e-6
-_WORST = -1e30
+_LAST_STEP, _RESIDUALS, _GONE = 61, 900, 1e-6
 
 
-class Cox(Regression):
+class Cox(NewtonFit):
     """Cox regression with Breslow's or Efron's ties, optionally stratified by a category, by silo, or both.
 
     `every` is the width of the grid. Intervals are merged, in each stratum, until at least the least count
@@ -97,8 +94,6 @@ class Cox(Regression):
         self.proportional = proportional
         self.labels = self.category(strata).labels if strata is not None else ["all"]
         self._grid = TimeGrid(self, time, event, every)
-        self._middles = np.array(self._middle)
-        self._halves = np.array(self._half)
 
     @property
     @override
@@ -109,6 +104,11 @@ class Cox(Regression):
     @override
     def told(self) -> tuple[str, ...]:
         return (self.time, self.event, *([self.strata] if self.strata is not None else []))
+
+    @property
+    @override
+    def _free(self) -> int:
+        return self._width
 
     @property
     def _local(self) -> Shape:
@@ -183,17 +183,21 @@ class Cox(Regression):
             "blame": (1,),
         }
 
-    def _people(self, table: DataTable) -> tuple[Doubles, Doubles, Doubles, Doubles]:
-        """(design [rows, p], stratum, interval, with the event) of the whole rows."""
+    def _whole(self, table: DataTable) -> DataTable:
+        """The rows without a missing value."""
         whole = ~np.isnan(table.matrix(self.names)).any(axis=1)
-        kept = DataTable({name: table.column(name)[whole] for name in self.names}, self.columns)
-        design, died = self._design(kept)
-        stratum = by_group(kept, self.strata, len(self.labels))
-        return design, stratum, self._grid.place(kept.column(self.time)), died
+        return DataTable({name: table.column(name)[whole] for name in self.names}, self.columns)
+
+    def _weights(self, kept: DataTable, public: Arrays) -> Doubles:
+        """Of the whole rows."""
+        return np.ones(len(kept))
 
     @override
     def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
-        design, stratum, place, died = self._people(table)
+        kept = self._whole(table)
+        design, died = self._design(kept)
+        stratum = by_group(kept, self.strata, len(self.labels))
+        place = self._grid.place(kept.column(self.time))
         if stage == 0:
             at = np.zeros_like(place) if self.by_silo else place
             people = RiskRows(design, stratum, at, died, np.ones(len(died)), self._cells)
@@ -203,16 +207,12 @@ class Cox(Regression):
                 "censored": kinds[..., 1],
                 "levels": self._level_counts(table),
             }
-        if stage == 1:
-            return {"first": ((design - self._middles) / self._halves).sum(axis=0)}
-        if stage == 2:
-            away = (design - public["mean"]) / self._halves
-            return {"first": away.sum(axis=0), "second": (away**2).sum(axis=0)}
+        if stage < FIRST_STEP:
+            return self.standardising(design, public, stage)
         if not self.by_silo:
             place = public["places"][stratum.astype(np.int64), place.astype(np.int64)]
-        rows = RiskRows(
-            (design - public["mean"]) / public["sd"], stratum, place, died, np.ones(len(died)), self._local
-        )
+        columns, weights = (design - public["mean"]) / public["sd"], self._weights(kept, public)
+        rows = RiskRows(columns, stratum, place, died, weights, self._local)
         return self._of_silo(rows, public, stage) if self.by_silo else self._of_all(rows, public, stage)
 
     def _of_all(self, rows: RiskRows, public: Arrays, stage: int) -> dict[str, Doubles]:
@@ -237,7 +237,8 @@ class Cox(Regression):
         if sums is None:
             return {"beyond": np.ones(1)}
         events = by_cell(rows.died[:, None], rows.flat, rows.cells)[..., 0]
-        curves = risk_curves(sums, events, events, self.ties == "efron")
+        own = of_events(rows, slopes)
+        curves = risk_curves(sums, events, own["fallen"], self.ties == "efron")
         if curves is None:
             return {"beyond": np.ones(1)}
         if stage == _RESIDUALS:
@@ -245,7 +246,6 @@ class Cox(Regression):
                 rows, slopes, curves.hazard, curves.tied, curves.middle, curves.drift, curves.tied_drift
             )
             return {"sandwich": felt.T @ felt}
-        own = of_events(rows, slopes)
         return {
             "likelihood": own["likelihood"] + curves.likelihood,
             "gradient": own["gradient"] + curves.gradient,
@@ -256,17 +256,8 @@ class Cox(Regression):
     def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
         if stage == 0:
             return self._counted(sums)
-        rows = float(public["rows"].sum())
-        if stage == 1:
-            return {"stage": 2.0, "mean": self._middles + self._halves * sums["first"] / rows}
-        if stage == 2:
-            squares = sums["second"] - sums["first"] ** 2 / rows
-            mean = public["mean"] + self._halves * sums["first"] / rows
-            constant = np.flatnonzero(~(squares > LEAST_PIVOT**2 * rows))
-            if constant.size:
-                return {"stage": -float(SINGULAR), "blame": constant[:1].astype(np.float64)}
-            sd = self._halves * np.sqrt(squares / rows)
-            return {"stage": float(_FIRST), "mean": mean, "sd": sd, "likelihood": np.array([_WORST])}
+        if stage < FIRST_STEP:
+            return self.standardised(public, sums, stage, float(public["rows"].sum()))
         if stage == _RESIDUALS:
             return {"stage": DONE, "sandwich": sums["sandwich"], "departures": sums["departures"]}
         if stage % 2 == 0:
@@ -313,7 +304,8 @@ class Cox(Regression):
         if not self.by_silo and not sums["beyond"][0]:
             dying = sums["dying"] if self.ties == "efron" else np.zeros_like(sums["leaving"])
             events = public["events"]
-            curves = risk_curves(RiskSums(sums["leaving"], dying), events, events, self.ties == "efron")
+            fallen = sums.get("fallen", events)
+            curves = risk_curves(RiskSums(sums["leaving"], dying), events, fallen, self.ties == "efron")
             if curves is not None:
                 likelihood = likelihood + curves.likelihood
                 gradient = gradient + curves.gradient
@@ -325,7 +317,7 @@ class Cox(Regression):
             here, before = public["slopes"], public["before"]
             return {"stage": float(stage + 2), "slopes": before + (here - before) / 2}
         found: dict[str, Any] = {"likelihood": likelihood, "gradient": gradient, "before": public["slopes"]}
-        if stage == _FIRST:
+        if stage == FIRST_STEP:
             found["null"] = likelihood
         if curves is None:
             after = self._newton({**public, **found}, sums["information"], stage + 1)
@@ -338,20 +330,20 @@ class Cox(Regression):
 
     def _newton(self, public: Arrays, hessian: Doubles, stage: int) -> dict[str, Any]:
         here = public["slopes"]
-        first = stage == _FIRST + 1
+        first = stage == FIRST_STEP + 1
         at_zero = np.diag(hessian) if first else public["at_zero"]
         found, place = solve(hessian, public["gradient"])
         far = np.abs(here)
         if not first:
             # The likelihood of a column that tells who goes first rises for ever: its information fades.
             fading = ~(np.diag(hessian) > _GONE * at_zero)
-            if found is None or (far > _FAR).any() or fading.any():
+            if found is None or (far > FAR).any() or fading.any():
                 blamed = int(fading.argmax()) if fading.any() else int(far.argmax())
                 return {"stage": -float(SEPARATED), "blame": np.array([float(blamed)])}
         if found is None:
             return {"stage": -float(SINGULAR), "blame": np.array([float(place)])}
         errors = np.sqrt(np.diag(inverted(hessian)))
-        close = bool((np.abs(found) / errors).max() < _CLOSE)
+        close = bool((np.abs(found) / errors).max() < CLOSE)
         after = float(_RESIDUALS) if self.robust or self.proportional else DONE
         if not close:
             after = float(stage + 1) if stage < _LAST_STEP else -float(NO_LIMIT)

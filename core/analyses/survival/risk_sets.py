@@ -94,9 +94,10 @@ def risk_sums(rows: RiskRows, slopes: Doubles) -> RiskSums | None:
 
 
 def of_events(rows: RiskRows, slopes: Doubles) -> dict[str, Doubles]:
-    """Of those with the event: the sums of w x · slopes and of w x."""
-    died = rows.columns * (rows.weights * rows.died)[:, None]
-    return {"likelihood": np.array([(died @ slopes).sum()]), "gradient": died.sum(axis=0)}
+    """Of those with the event: the sums of w x · slopes and of w x, and of w by cell (`fallen`)."""
+    weights = (rows.weights * rows.died)[:, None]
+    died, fallen = rows.columns * weights, by_cell(weights, rows.flat, rows.cells)[..., 0]
+    return {"likelihood": np.array([(died @ slopes).sum()]), "gradient": died.sum(axis=0), "fallen": fallen}
 
 
 def risk_curves(sums: RiskSums, events: Doubles, fallen: Doubles, efron: bool) -> RiskCurves | None:

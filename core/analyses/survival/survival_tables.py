@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from roundtable.core.analyses.ask_table import AskTable, Described, Names, different
 from roundtable.core.analyses.question import Question
 from roundtable.core.analyses.survival.concordance import Concordance
 from roundtable.core.analyses.survival.cox_regression import Cox
 from roundtable.core.analyses.survival.survival_curves import KaplanMeier
-from roundtable.core.tables.table_description import ColumnName, ColumnTable
-from roundtable.core.toml_tables import Finite, Table, as_tuple
-
-Described = Mapping[str, ColumnTable]
-Covariates = Annotated[tuple[ColumnName, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=200)]
+from roundtable.core.analyses.survival.weighted_cox import WeightedCox
+from roundtable.core.tables.table_description import ColumnName
+from roundtable.core.toml_tables import Finite, as_tuple
 
 
-class _TimesTable(Table):
-    name: str | None = Field(None, min_length=1, max_length=100, description="title of the answer")
+class _TimesTable(AskTable):
     time: ColumnName = Field(description="numbers from 0 on: time to the event, or to the last look")
     event: ColumnName = Field(description="a category of two values: censored, then the event")
     every: Finite = Field(gt=0, description="width of the grid of times; a time counts as its interval's end")
@@ -41,7 +38,7 @@ class CoxTable(_TimesTable):
     """Cox's proportional hazards."""
 
     ask: Literal["cox"] = Field(description="this kind of question")
-    on: Covariates = Field(description="what explains the hazard: numbers, and categories as in regressions")
+    on: Names = Field(description="what explains the hazard: numbers, and categories as in regressions")
     ties: Literal["efron", "breslow"] = Field("efron", description="how events in one interval count")
     strata: ColumnName | None = Field(None, description="a category: a baseline for each of its values")
     by_silo: bool = Field(False, description="a baseline for each silo; nothing leaves by time then")
@@ -50,9 +47,8 @@ class CoxTable(_TimesTable):
 
     @model_validator(mode="after")
     def _once(self) -> CoxTable:
-        named = [self.time, self.event, *self.on, *([] if self.strata is None else [self.strata])]
-        if twice := sorted({name for name in named if named.count(name) > 1}):
-            raise ValueError(f"time, event, on and strata name {', '.join(map(repr, twice))} twice")
+        strata = [] if self.strata is None else [self.strata]
+        different((self.time, self.event, *self.on, *strata), "time, event, on and strata")
         if self.proportional and self.by_silo:
             raise ValueError("proportional is tested on risk sets over all silos: leave out by_silo")
         return self
@@ -72,6 +68,45 @@ class CoxTable(_TimesTable):
             self.by_silo,
             self.robust,
             self.proportional,
+        )
+
+
+class WeightedCoxTable(_TimesTable):
+    """Cox regression weighted by the inverse probability of a treatment."""
+
+    ask: Literal["weighted_cox"] = Field(description="this kind of question")
+    treatment: ColumnName = Field(description="a category of two values: not treated, then treated")
+    propensity: Names = Field(description="what explains who is treated, by logistic regression")
+    on: Annotated[tuple[ColumnName, ...], BeforeValidator(as_tuple), Field(max_length=200)] = Field(
+        (), description="what explains the hazard beside the treatment"
+    )
+    ties: Literal["efron", "breslow"] = Field("efron", description="how events in one interval count")
+    strata: ColumnName | None = Field(None, description="a category: a baseline for each of its values")
+    by_silo: bool = Field(False, description="a baseline for each silo; nothing leaves by time then")
+
+    @model_validator(mode="after")
+    def _once(self) -> WeightedCoxTable:
+        strata = [] if self.strata is None else [self.strata]
+        first = (self.time, self.event, self.treatment)
+        different((*first, *self.on, *strata), "time, event, treatment, on and strata")
+        different((*first, *self.propensity), "time, event, treatment and propensity")
+        return self
+
+    def make(self, columns: Described, least: int, title: str) -> Question:
+        """The question."""
+        return WeightedCox(
+            columns,
+            least,
+            title,
+            self.time,
+            self.event,
+            self.every,
+            self.treatment,
+            self.propensity,
+            self.on,
+            self.ties,
+            self.strata,
+            self.by_silo,
         )
 
 
