@@ -48,7 +48,7 @@ class BoostedHazards(BoostedTrees):
     @override
     def _objective(self) -> Boosting:
         self.grid = TimeGrid(self, self.outcome, self.event, self.every)
-        return CoxLoss(unit=_UNIT, classes=2)
+        return CoxLoss(unit=_UNIT, classes=2, hessian_unit=_UNIT)
 
     @property
     @override

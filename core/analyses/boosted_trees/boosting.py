@@ -14,6 +14,7 @@ from roundtable.core.analyses.boosted_trees.boosting_objectives import (
     GRAIN,
     Boosting,
     LogisticLoss,
+    PoissonLoss,
     Singles,
     SoftmaxLoss,
     SquaredError,
@@ -24,6 +25,7 @@ from roundtable.core.analyses.boosted_trees.tree_growing import Grower
 from roundtable.core.analyses.boosted_trees.xgboost_model import importance_of, xgboost_model
 from roundtable.core.analyses.exact_sums import COUNT_DIGITS, WHOLE_DIGITS, Arrays, Doubles, Shape
 from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question
+from roundtable.core.errors import ConfigError
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
@@ -31,6 +33,7 @@ GROWING, LAST_LOSS, RISK = 100, 101, 102
 _VALUES_A_ROUND = 1 << 20
 _MOST_SLOTS = 8
 _HALF = 0.5
+_LEAST_MEAN = 1e-6
 
 
 class BoostedTrees(Question):
@@ -67,6 +70,13 @@ class BoostedTrees(Question):
         )
 
     def _objective(self) -> Boosting:
+        if self.plan.counts:
+            column = self.number(self.outcome)
+            if (column.least or 0.0) < 0:
+                raise ConfigError(
+                    f"{self.title}: counts are from 0 on: set least = 0 in [columns.{self.outcome}]"
+                )
+            return PoissonLoss.of(column.half)
         if self.described(self.outcome).kind == "number":
             return SquaredError.of(self.number(self.outcome).half)
         values = len(self.category(self.outcome).values)
@@ -293,7 +303,7 @@ class BoostedTrees(Question):
         if stage == 1 and self.objective.classes == 1 and self.plan.base_score is None:
             column = self.number(self.outcome)
             mean = column.middle + column.half * sums["first"][0] / public["rows"].sum()
-            found["base"] = _short(float(mean))
+            found["base"] = _short(max(float(mean), _LEAST_MEAN) if self.plan.counts else float(mean))
         if self.bins.sketched:
             found["cuts"] = self.bins.refine(public["cuts"], sums["cells"], stage == SKETCH_ROUNDS)
         return {**found, **self._go_on(stage + 1)}

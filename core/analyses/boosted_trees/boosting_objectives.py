@@ -16,27 +16,31 @@ from typing_extensions import override
 
 from roundtable.core.analyses.boosted_trees.row_kernels import PAIR
 from roundtable.core.analyses.exact_sums import Doubles
+from roundtable.core.analyses.scipy_parts import special
 from roundtable.core.errors import InvalidUpdate
 
 Singles = npt.NDArray[np.float32]
 GRAIN = float(1 << 24)
+POISSON_STEP = 0.7
+"""The largest weight of a node with Poisson's likelihood, and what raises its Hessian, as in xgboost."""
 _LEAST_HESSIAN = np.float32(1e-16)
 
 
 @dataclass(frozen=True)
 class Boosting:
     """Squared error of a number. `outputs` trees are grown a round, `unit` is a power of two, the scale of
-    gradients; `classes` of the outcome whose rows are counted, 1 for a number."""
+    gradients, `hessian_unit` that of Hessians; `classes` of the outcome whose rows are counted, 1 for a
+    number."""
 
     outputs: int = 1
     unit: float = 1.0
     classes: int = 1
+    hessian_unit: float = 1.0
 
     name: ClassVar[str] = "reg:squarederror"
     metric: ClassVar[str] = "rmse"
     constant_hessian: ClassVar[bool] = True
     bases: ClassVar[str] = "any number"
-    hessian_unit: ClassVar[float] = 1.0
 
     def margin(self, base: float) -> np.float32:
         """The margin before the first tree."""
@@ -101,6 +105,49 @@ class SquaredError(Boosting):
     def of(cls, half: float) -> SquaredError:
         """For an outcome whose range is twice `half` wide."""
         return cls(unit=2.0 ** math.ceil(math.log2(half)))
+
+
+class PoissonLoss(Boosting):
+    """Poisson's likelihood of a count, by the logarithm of its mean."""
+
+    name: ClassVar[str] = "count:poisson"
+    metric: ClassVar[str] = "poisson-nloglik"
+    constant_hessian: ClassVar[bool] = False
+    bases: ClassVar[str] = "a mean above 0"
+
+    @classmethod
+    def of(cls, half: float) -> PoissonLoss:
+        """For an outcome whose range is twice `half` wide."""
+        unit = 2.0 ** math.ceil(math.log2(half))
+        return cls(unit=unit, hessian_unit=unit)
+
+    @override
+    def takes(self, base: float) -> bool:
+        return base > 0
+
+    @override
+    def margin(self, base: float) -> np.float32:
+        return np.float32(np.log(np.float32(base)))
+
+    @override
+    def gradients(
+        self, margins: Singles, outcome: Singles, around: Doubles | None = None
+    ) -> tuple[Singles, Singles]:
+        return np.exp(margins) - outcome[:, None], np.exp(margins + np.float32(POISSON_STEP))
+
+    @override
+    def loss(self, margins: Singles, outcome: Singles) -> float:
+        linear = margins[:, 0].astype(np.float64)
+        return float((special.gammaln(outcome + 1.0) + np.exp(linear) - outcome * linear).sum())
+
+    @override
+    def told(self, loss: Doubles, rows: Doubles) -> Doubles:
+        return loss / np.maximum(rows, 1)
+
+    @property
+    @override
+    def parameters(self) -> dict[str, Any]:
+        return {"poisson_regression_param": {"max_delta_step": f"{np.float32(POISSON_STEP):.9g}"}}
 
 
 class LogisticLoss(Boosting):
@@ -190,7 +237,6 @@ class CoxLoss(Boosting):
     name: ClassVar[str] = "survival:cox"
     metric: ClassVar[str] = "cox-nloglik"
     constant_hessian: ClassVar[bool] = False
-    hessian_unit: ClassVar[float] = 4.0
     bases: ClassVar[str] = "a hazard above 0"
 
     @override

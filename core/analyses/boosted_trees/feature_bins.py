@@ -27,7 +27,8 @@ from roundtable.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class BoostingPlan:
-    """What a study asks of boosted trees, beside outcome and features. `edges`: of a column, its cuts."""
+    """What a study asks of boosted trees, beside outcome and features. `edges`: of a column, its cuts;
+    `counts`: whether a number is a count, with Poisson's likelihood."""
 
     rounds: int
     growth: Growth
@@ -38,6 +39,7 @@ class BoostingPlan:
     patience: int = 0
     base_score: float | None = None
     seed: int = 0
+    counts: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ Singles = npt.NDArray[np.float32]
 @dataclass(frozen=True)
 class Growth:
     """How trees grow, by xgboost's parameters. `monotone` [features]: 1 rising, −1 falling, 0 free.
-    `interactions`: the sets of features that may be on one path; none: any."""
+    `interactions`: the sets of features that may be on one path; none: any. `max_delta_step`: the largest
+    weight of a node, 0 for none."""
 
     learning_rate: float = 0.3
     max_depth: int = 6
@@ -36,6 +37,7 @@ class Growth:
     min_child_weight: float = 1.0
     monotone: tuple[int, ...] = ()
     interactions: tuple[frozenset[int], ...] = ()
+    max_delta_step: float = 0.0
 
     @property
     def constrained(self) -> bool:
@@ -48,6 +50,8 @@ class Growth:
         lacking = (hessian < np.float32(self.min_child_weight)) | (hessian <= 0)
         with np.errstate(divide="ignore", invalid="ignore"):
             free = -self._soft(gradient) / (hessian + np.float32(self.reg_lambda))
+        if self.max_delta_step:
+            free = np.clip(free, -np.float32(self.max_delta_step), np.float32(self.max_delta_step))
         found = np.where(lacking, 0.0, free).astype(np.float32)
         if not self.constrained:
             return found
@@ -58,7 +62,7 @@ class Growth:
         """What a node of these sums gains with its weight."""
         gradient, hessian = sums[..., 0], sums[..., 1]
         shrink = np.float32(self.reg_lambda)
-        if self.constrained:
+        if self.constrained or self.max_delta_step:
             g, h = gradient.astype(np.float32), hessian.astype(np.float32)
             found = -(np.float32(2.0) * g * weight + (h + shrink) * (weight * weight))
         else:

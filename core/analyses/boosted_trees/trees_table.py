@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from roundtable.core.analyses.boosted_trees.boosted_cox import BoostedHazards
 from roundtable.core.analyses.boosted_trees.boosting import BoostedTrees
+from roundtable.core.analyses.boosted_trees.boosting_objectives import POISSON_STEP
 from roundtable.core.analyses.boosted_trees.feature_bins import BoostingPlan
 from roundtable.core.analyses.boosted_trees.split_choice import Growth
 from roundtable.core.analyses.question import Question
@@ -36,6 +37,9 @@ class BoostedTreesTable(Table):
     )
     every: Finite | None = Field(
         None, gt=0, description="with event: width of the grid of times; a time counts as its interval's end"
+    )
+    objective: Literal["squared_error", "poisson"] | None = Field(
+        None, description="of a number: squared_error, the default, or poisson for a count"
     )
     on: Features = Field(description="the features; a category counts as the place of its value")
     rounds: int = Field(50, ge=1, le=2000, description="of boosting")
@@ -73,6 +77,8 @@ class BoostedTreesTable(Table):
     def _fits(self) -> BoostedTreesTable:
         if (self.event is None) != (self.every is None):
             raise ValueError("event and every go together: whether, and on which grid of times when")
+        if self.event is not None and self.objective is not None:
+            raise ValueError("objective and event do not go together: a time with its event takes Cox's")
         named = (self.outcome, *self.on, *([self.event] if self.event is not None else []))
         if twice := sorted({name for name in named if named.count(name) > 1}):
             raise ValueError(f"outcome, event and on name {', '.join(map(repr, twice))} twice")
@@ -100,6 +106,7 @@ class BoostedTreesTable(Table):
             self.min_child_weight,
             signs if any(signs) else (),
             tuple(frozenset(map(self.on.index, group)) for group in self.interactions),
+            POISSON_STEP if self.objective == "poisson" else 0.0,
         )
         plan = BoostingPlan(
             self.rounds,
@@ -111,7 +118,12 @@ class BoostedTreesTable(Table):
             self.early_stopping,
             self.base_score,
             self.seed,
+            self.objective == "poisson",
         )
+        if self.objective is not None and self.outcome in columns and columns[self.outcome].kind != "number":
+            raise ConfigError(
+                f"{title}: objective is of numbers, and {self.outcome!r} is a category: leave it out"
+            )
         asked = (columns, least, title, self.outcome, self.on, plan)
         if self.event is not None and self.every is not None:
             made: BoostedTrees = BoostedHazards(*asked, self.event, self.every)

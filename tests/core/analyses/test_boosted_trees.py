@@ -138,6 +138,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
         {"alpha": 50.0, "gamma": 2000.0, "min_child_weight": 10.0},
         0,
     ),
+    "counts": (
+        "diabetes",
+        {"rounds": 6, "max_depth": 3, "objective": "poisson", "reg_alpha": 40.0, "monotone": {"bmi": 1}},
+        {"objective": "count:poisson", "alpha": 40.0, "monotone_constraints": (0, 0, 1, *[0] * 7)},
+        0,
+    ),
     "missing values": ("heart", {"rounds": 4, "max_depth": 7}, {}, 2),
     "monotone": (
         "heart",
@@ -353,6 +359,7 @@ def test_quantile_bins_of_a_skewed_column_are_about_equally_full() -> None:
         ({"edges": {"disease": [1]}}, ValidationError, "'disease'"),
         ({"base_score": 2.0}, ConfigError, "between 0 and 1"),
         ({"edges": {"sex": [1]}}, ConfigError, "'sex' is a category"),
+        ({"objective": "poisson"}, ConfigError, "'disease' is a category"),
         ({"rounds": 2000, "max_depth": 10}, ConfigError, "fewer rounds"),
     ],
 )
