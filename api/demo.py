@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from roundtable.child_processes import Children
 from roundtable.core.errors import ConfigError, ResourceError, UnavailableError
+from roundtable.core.extras import lacking
 from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.core.machine.possible import must_be_possible
 from roundtable.starters import BUILT_EXAMPLES
@@ -46,6 +47,10 @@ class DemoResult:
     curve: Path | None
     task: Path
     history: list[Mapping[str, Any]]
+
+
+NEEDS = ("alembic", "fsspec", "sklearn", "sqlalchemy")
+"""Libraries beside those of every installation: the coordinator's, and the one that has the digits."""
 
 
 class Demo:
@@ -76,6 +81,9 @@ class Demo:
         the coordinator still runs. All processes have ended when this returns or raises.
         """
         must_be_possible("a coordinator")
+        gone, command = lacking(*NEEDS)
+        if gone:
+            raise ConfigError(f"the demonstration needs {', '.join(gone)}: {command}")
         _clear(self.folder)
         with Children(self.folder / "logs") as children:
             say("Making certificates, starting a coordinator and its agents")
@@ -231,12 +239,7 @@ def free_port() -> int:
 
 
 def _digits() -> Any:
-    try:
-        datasets = import_module("sklearn.datasets")
-    except ImportError as error:
-        raise ConfigError(
-            "the demonstration needs scikit-learn for its data; pip install 'roundtable-fl[examples]'"
-        ) from error
+    datasets = import_module("sklearn.datasets")
     images, labels = datasets.load_digits(return_X_y=True)
     return images.astype("uint8"), labels.astype("uint8")
 

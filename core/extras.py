@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ EXTRAS = {
     "pyarrow": "parquet",
     "ray": "ray",
     "s3fs": "s3",
+    "sklearn": "examples",
     "sqlalchemy": "server",
     "transformers": "huggingface",
 }
@@ -44,8 +46,17 @@ def missing(error: ImportError, purpose: str) -> ConfigError | None:
     name = (cause.name or "").split(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
     if name not in EXTRAS:
         return None
-    pip = f"{Path(sys.executable).name} -m pip install '{DISTRIBUTION}[{EXTRAS[name]}]'"
-    return ConfigError(f"{purpose} needs the library {name!r}, which is not installed: {pip}")
+    return ConfigError(f"{purpose} needs the library {name!r}, which is not installed: {_pip(EXTRAS[name])}")
+
+
+def lacking(*libraries: str) -> tuple[list[str], str]:
+    """Those of these libraries that are not installed, and the one command that brings them."""
+    gone = [name for name in libraries if find_spec(name) is None]
+    return gone, _pip(",".join(sorted({EXTRAS[name] for name in gone}))) if gone else ""
+
+
+def _pip(extras: str) -> str:
+    return f"{Path(sys.executable).name} -m pip install '{DISTRIBUTION}[{extras}]'"
 
 
 def load(module: str, purpose: str) -> Any:

@@ -17,7 +17,7 @@ from shlex import quote
 
 from roundtable.core.errors import IdentityError, RoundtableError
 from roundtable.core.evidence.release import release
-from roundtable.core.extras import DISTRIBUTION
+from roundtable.core.extras import DISTRIBUTION, lacking
 from roundtable.core.identity.certificates import certificates_in
 from roundtable.core.identity.credentials import (
     CA_CERTIFICATE,
@@ -33,6 +33,7 @@ from roundtable.core.identity.credentials import (
 from roundtable.core.identity.handshake import check_connection, split_address
 from roundtable.core.machine.file_access import modes_count
 from roundtable.core.machine.process_facts import user_id
+from roundtable.demo import NEEDS
 from roundtable.doctor.inquiries import Check, Inquiry
 
 _GIB = 1 << 30
@@ -44,6 +45,7 @@ _CLOCK_WRONG_SECONDS = 60.0
 def examine(coordinator: str | None, credentials: Path | None, listen: str, state: Path) -> Iterator[Inquiry]:
     """All probes; `coordinator` and `credentials` may be left out, and what needs them says so."""
     yield from machine()
+    yield Inquiry("demo", lambda: [_demo()])
     yield Inquiry("disk", lambda: [disk(state)])
     yield Inquiry("port", lambda: [_port(listen)], remedy="write --listen HOST:PORT")
     yield Inquiry("certificates", lambda: _certificates(credentials), remedy="`roundtable ca issue NAME`")
@@ -89,6 +91,13 @@ def _versions() -> Iterator[Check]:
         yield Check("versions", "fail", "; ".join(wrong), f"pip install --upgrade {DISTRIBUTION}")
     else:
         yield Check("versions", "ok", f"roundtable {release().version} and all that it needs")
+
+
+def _demo() -> Check:
+    gone, command = lacking(*NEEDS)
+    if gone:
+        return Check("demo", "warn", f"`roundtable demo` needs {', '.join(gone)}", f"`{command}`")
+    return Check("demo", "ok", "all is here that `roundtable demo` needs")
 
 
 def _gpu() -> Check:

@@ -285,6 +285,7 @@ def test_doctor(roundtable: Command, tmp_path: Path) -> None:
         "certificates",
         "coordinator",
         "clock",
+        "demo",
     }
     assert checks["certificates"]["state"] == "ok"
     assert "operator 'ada'" in checks["certificates"]["message"]

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import roundtable as rt
+from roundtable.cli.main import run
+from roundtable.core import extras
 from roundtable.core.errors import UnavailableError
 from roundtable.demo import Demo
 from roundtable.starters import BUILT_EXAMPLES
@@ -54,6 +56,25 @@ def test_demo_gives_bit_for_bit_what_the_simulation_gives(tmp_path: Path) -> Non
     assert federated.keys() == other.keys()
     assert all(torch.equal(federated[name], other[name]) for name in federated)
     assert simulated.history[-1]["accuracy"] == found["accuracy"]
+
+
+def test_what_is_missing_is_named_first_with_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = extras.find_spec
+    monkeypatch.setattr(
+        extras, "find_spec", lambda name: None if name in ("sklearn", "alembic") else here(name)
+    )
+    assert run(["demo", "--dir", str(tmp_path / "demo")]) == 2
+    said = capsys.readouterr()
+    assert "needs alembic, sklearn: python" in said.err
+    assert said.err.endswith("-m pip install 'roundtable-fl[examples,server]'\n")
+    assert said.out == ""
+    assert not (tmp_path / "demo").exists()
+    run(["doctor", "--json"])
+    [row] = [each for each in json.loads(capsys.readouterr().out) if each["name"] == "demo"]
+    assert row["state"] == "warn"
+    assert "roundtable-fl[examples,server]" in row["remedy"]
 
 
 @pytest.mark.slow
