@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ PHASES = {
     "prefetch": (120, "batches copied ahead: the same bits"),
 }
 BUDGET = 45 * 60
+_RUNNING: list[int] = []
+_STOPPED: list[int] = []
 
 
 def about() -> dict[str, str]:
@@ -53,6 +56,24 @@ def about() -> dict[str, str]:
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     return {**json.loads(asked.stdout.splitlines()[-1]), "commit": commit.stdout.strip() or "unknown"}
+
+
+def stop(number: int, frame: object) -> None:
+    """Ends the phase that runs: it has a session of its own, and would go on with the card."""
+    _STOPPED.append(number)
+    for process in _RUNNING:
+        os.killpg(process, signal.SIGKILL)
+
+
+def why_none(here: Mapping[str, str]) -> str:
+    """Why no phase can run here; empty where one can."""
+    if here["device"] != "CPU":
+        return ""
+    if here["cuda"] == "None":
+        return f"torch {here['torch']} is built without CUDA"
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hint = "does nvidia-smi show one?" if seen is None else f"CUDA_VISIBLE_DEVICES is {seen!r}"
+    return f"torch {here['torch']} for CUDA {here['cuda']} finds no device; {hint}"
 
 
 def run_phase(name: str, limit: float, state: Path, *, rehearse: bool) -> dict[str, Any]:
@@ -71,12 +92,16 @@ def run_phase(name: str, limit: float, state: Path, *, rehearse: bool) -> dict[s
         errors="replace",
         start_new_session=True,
     )
+    _RUNNING.append(process.pid)
+    if _STOPPED:
+        os.killpg(process.pid, signal.SIGKILL)
     try:
         said, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         said, _ = process.communicate()
         said += f"\nstopped after its {limit:.0f} s"
+    _RUNNING.remove(process.pid)
     (state / f"{name}.log").write_text(said)
     found: dict[str, Any] = {"figures": {}, "failed": [], "skipped": []}
     if result.exists():
@@ -100,9 +125,13 @@ def main() -> int:
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md", help="what is written")
     given = parser.parse_args()
     here = about()
-    if here["device"] == "CPU" and not (given.rehearse or given.list):
-        print("torch finds no CUDA device here; --rehearse tries every phase on the CPU", file=sys.stderr)
+    if (reason := why_none(here)) and not (given.rehearse or given.list):
+        for name in given.phase or PHASES:
+            print(f"{name:12} cannot run: {PHASES[name][1]}: {reason}", file=sys.stderr)
+        print("nothing is written; --rehearse tries every phase on the CPU", file=sys.stderr)
         return 2
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     folder = given.state / ("rehearsal" if given.rehearse else "device")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "state.json"
@@ -123,7 +152,11 @@ def main() -> int:
             done[name] = {"figures": {}, "failed": [], "skipped": ["no time was left"], "seconds": 0.0}
         else:
             print(f"{name}: {text}", flush=True)
-            done[name] = run_phase(name, min(limit, left), folder, rehearse=given.rehearse)
+            found = run_phase(name, min(limit, left), folder, rehearse=given.rehearse)
+            if _STOPPED:
+                print(f"   stopped; the same command goes on with {name}", flush=True)
+                return 130
+            done[name] = found
             print(f"   {standing(done[name])} in {done[name]['seconds']} s", flush=True)
             for line in done[name]["failed"]:
                 print(f"   FAILED {line}", flush=True)
