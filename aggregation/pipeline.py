@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ import torch
 from roundtable.aggregation.conditions import NotFinite
 from roundtable.aggregation.diagnosis import Diagnosis, contributions, pairwise
 from roundtable.aggregation.influence import sampled_shares
-from roundtable.aggregation.preaggregation import PreAggregation, find_pre_aggregation
-from roundtable.aggregation.registry import Rule, RuleResult, find_rule
+from roundtable.aggregation.preaggregation import PRE_AGGREGATIONS, PreAggregation, find_pre_aggregation
+from roundtable.aggregation.registry import RULES, Rule, RuleResult, find_rule
+from roundtable.aggregation.rows.device_rows import DeviceRows, gpu, pays
 from roundtable.aggregation.rows.gram import gram
 from roundtable.aggregation.rows.matrix import UpdateMatrix
 from roundtable.aggregation.rows.reductions import is_finite
@@ -42,7 +43,8 @@ class AggregationConfig:
     longer than max_norm. weight_ratio: most that a silo's examples count, in medians of the round; None for
     no cap. norm_ratio: largest norm in medians of the round, of a mean without steps alone: robust rules
     judge outliers themselves, and must not lose rows that they count on. folder: where rules and
-    steps named as file.py:Object are; None refuses such names.
+    steps named as file.py:Object are; None refuses such names. device: where built-in rules but the mean work
+    on WORTH_MOVING values or more; what a GPU adds up has other last digits.
     Raises ConfigError for names or parameters that do not exist.
     """
 
@@ -56,6 +58,7 @@ class AggregationConfig:
     weight_ratio: float | None = None
     norm_ratio: float | None = None
     folder: Path | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def __post_init__(self) -> None:
         self.definition.check(self.parameters)
@@ -75,6 +78,25 @@ class AggregationConfig:
             raise ConfigError(f"aggregation max_norm must be a positive number, not {self.max_norm!r}")
         if (self.weighting == "custom") != bool(self.weights):
             raise ConfigError('aggregation weights go with weighting = "custom", and custom needs them')
+
+        if self.device == "cuda":
+            self._check_device()
+
+    def _check_device(self) -> None:
+        if self.rule == "mean" and not self.pre:
+            raise ConfigError(
+                'aggregation.device = "cuda" with rule = "mean": updates take longer to reach a GPU than to '
+                'be added up; leave device = "cpu"',
+                key=("aggregation", "device"),
+            )
+        own = [name for name in (self.rule,) if name not in RULES]
+        own += [name for name, _ in self.pre if name not in PRE_AGGREGATIONS]
+        if own:
+            raise ConfigError(
+                f'aggregation.device = "cuda" with {own[0]!r}: rules and pre-aggregations that are not built '
+                'in read rows in the memory of the host; leave device = "cpu"',
+                key=("aggregation", "device"),
+            )
 
     @cached_property
     def definition(self) -> Rule:
@@ -144,6 +166,24 @@ def aggregate(
     order = sorted(range(len(clients)), key=lambda index: clients[index].name)
     if order != list(range(len(clients))):
         matrix, clients, context = _select(matrix, clients, context, order)
+    if config.device == "cuda" and pays(matrix):
+        moved = DeviceRows(matrix, gpu())
+        found = _aggregate_rows(moved, clients, config, seed, context, diagnose)
+        vector = found.vector.cpu() if out is None else out.copy_(found.vector)
+        return replace(found, vector=vector)
+    return _aggregate_rows(matrix, clients, config, seed, context, diagnose, out)
+
+
+def _aggregate_rows(
+    matrix: UpdateMatrix,
+    clients: Sequence[ClientRow],
+    config: AggregationConfig,
+    seed: int,
+    context: RuleContext,
+    diagnose: bool,
+    out: torch.Tensor | None = None,
+) -> AggregationResult:
+    """Without a first look at every row, where that can be, and with it where a row is broken."""
     if _can_trust(config, clients, diagnose):
         try:
             return _aggregate(matrix, clients, config, seed, out, context, diagnose, trusting=True)

@@ -149,6 +149,10 @@ class AggregationTable(Table):
     diagnosis: bool = Field(
         False, description="compare the round's updates with each other even if the rule does not"
     )
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu",
+        description="cuda: built-in rules but the mean work on a GPU, from 16,777,216 values a round on",
+    )
 
 
 EVALUATION_SECONDS = 120.0

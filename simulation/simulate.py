@@ -33,7 +33,7 @@ from roundtable.core.task import AnyTask, ArrayTask, Task, load_task, make_task
 from roundtable.core.toml import with_place
 from roundtable.engine.messages import Note, RoundRecord, Step
 from roundtable.engine.validation.down_composition import check_down_layout
-from roundtable.engine.validation.feasibility import check_budget, check_rule
+from roundtable.engine.validation.feasibility import check_budget, check_device, check_rule
 from roundtable.engine.validation.kept_composition import check_kept_layout
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
 from roundtable.engine.validation.transfer_composition import check_cohort_is_all
@@ -110,6 +110,7 @@ def simulate(
         check_regions(job, world.algorithm)
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)
+        check_device(plan)
         check_task(world.task, job, layout)
         check_task_with(world.algorithm, world.task, layout)
         central = CentralTest(world)

@@ -20,8 +20,14 @@ import torch
 from roundtable.aggregation.conditions import NotFinite
 from roundtable.aggregation.rows.file_matrix import FileRows, SelectedFiles
 from roundtable.aggregation.rows.kernels import blocks_with_kernels
-from roundtable.aggregation.rows.matrix import CELL, MixedRows, SelectedRows, UpdateMatrix, block_ranges
-from roundtable.aggregation.rows.reductions import as_numpy, combine_block, in_float64, sum_over_cells
+from roundtable.aggregation.rows.matrix import MixedRows, SelectedRows, UpdateMatrix, block_ranges
+from roundtable.aggregation.rows.reductions import (
+    as_numpy,
+    cell_on,
+    combine_block,
+    in_float64,
+    sum_over_cells,
+)
 from roundtable.core.errors import AggregationError
 
 _grams: MutableMapping[UpdateMatrix, np.ndarray] = weakref.WeakKeyDictionary()
@@ -107,7 +113,7 @@ def gram_around(matrix: UpdateMatrix, centre: int) -> np.ndarray:
         return np.asarray((mixed + mixed.T) / 2)
     total = np.zeros((matrix.rows, matrix.rows))
     for _, _, values in matrix.blocks():
-        for start, stop in block_ranges(values.shape[1], CELL):
+        for start, stop in block_ranges(values.shape[1], cell_on(values.device)):
             cell = in_float64(values[:, start:stop])
             apart = cell - cell[centre]
             total += as_numpy(apart @ apart.T)
@@ -130,7 +136,7 @@ def inner_products(matrix: UpdateMatrix, vector: torch.Tensor) -> tuple[np.ndarr
         )
     across, own = np.zeros(matrix.rows), 0.0
     for begin, _, values in matrix.blocks():
-        for start, stop in block_ranges(values.shape[1], CELL):
+        for start, stop in block_ranges(values.shape[1], cell_on(values.device)):
             part = in_float64(vector[begin + start : begin + stop].to(values.device))
             across += as_numpy(in_float64(values[:, start:stop]) @ part)
             own += float(part @ part)

@@ -32,6 +32,11 @@ def as_numpy(values: Array) -> np.ndarray:
     return values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
 
+def cell_on(device: torch.device) -> int:
+    """Columns that are added up at a time: on a GPU many, as the host waits for each sum."""
+    return _DEVICE_CELL if accelerated(device) else CELL
+
+
 def is_finite(vector: torch.Tensor) -> bool:
     """Whether all values of a vector [d] are finite."""
     if accelerated(vector.device):
@@ -49,7 +54,7 @@ def sum_over_cells(
 ) -> np.ndarray:
     """Adds up, in order, what `kernel`, or else `formula` of float64 values, makes of each cell."""
     total = np.zeros(shape)
-    cell = _DEVICE_CELL if accelerated(matrix.device) else CELL
+    cell = cell_on(matrix.device)
     for _, _, values, compiled in blocks_with_kernels(matrix, matrix.rows * matrix.columns):
         parts: Iterable[np.ndarray]
         if compiled is not None:

@@ -8,6 +8,7 @@ import torch
 
 from roundtable.aggregation import ClientRow, TensorMatrix, aggregate
 from roundtable.aggregation.registry import RULES
+from roundtable.aggregation.rows.device_rows import gpu
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, ConfigError
 from roundtable.core.privacy_table import ClientLevel, masking_of
@@ -41,6 +42,15 @@ def check_rule(job: JobConfig, plan: Plan, clients: int) -> None:
         aggregate(TensorMatrix(torch.zeros(count, _COLUMNS)), rows, replace(config, weights=weights))
     except AggregationError as error:
         raise ConfigError(f"[aggregation], in a round of {count}: {error}") from error
+
+
+def check_device(plan: Plan) -> None:
+    """Raises ConfigError for a job whose updates are to be combined on a GPU where torch sees none."""
+    if plan.aggregation.device == "cuda":
+        try:
+            gpu()
+        except AggregationError as error:
+            raise ConfigError(str(error), key=("aggregation", "device")) from error
 
 
 def check_budget(plan: Plan) -> None:

@@ -245,6 +245,7 @@ def aggregation_config(table: AggregationTable, folder: Path | None = None) -> A
         weight_ratio=_ratio(table.validation.weight_ratio),
         norm_ratio=_ratio(table.validation.norm_ratio),
         folder=folder,
+        device=table.device,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,6 +56,9 @@ def check_model(
         for name, then in committed.versions.items()
         if name in _ARITHMETIC and versions.get(name) != then
     ]
+    if plan.aggregation.device == "cuda":
+        advice = 'the job has aggregation.device = "cuda", and a GPU\'s sums have other last digits'
+        return Findings(unproven=(f"{what}; {advice}",))
     if changed:
         advice = "make it again on what the coordinator used to tell rounding from a change"
         return Findings(unproven=(f"{what}; it was computed with {', '.join(changed)}: {advice}",))
@@ -92,7 +96,7 @@ def _combined(
     if committed.state:
         state = ServerState.from_model(open_model(bundle.object(committed.state)))
     return combine(
-        plan,
+        replace(plan, aggregation=replace(plan.aggregation, device="cpu")),
         Rows(matrix, updates),
         old.vector,
         state,

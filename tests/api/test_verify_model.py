@@ -30,6 +30,7 @@ from roundtable.core.models import model_blocks
 from roundtable.core.plugins.code_hash import hash_of_code
 from roundtable.engine import Rows, combine, initial_server_state, make_plan
 from roundtable.engine.messages import RowReference, Update
+from roundtable.engine.validation.round_plan import aggregation_config
 
 TASK = """
 import torch
@@ -372,6 +373,22 @@ def test_another_kind_of_processor_is_no_accusation(
     code, said = verify(honest, capsys, "--round=3", bundle="cheat")
     assert (code, said["rounds"][0]["verdict"]) == (3, "unproven")
     assert "processor abacus, here" in said["rounds"][0]["unproven"][0]
+
+
+def test_a_gpu_s_last_digits_are_no_accusation(
+    cheat: Cheat, honest: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tamper_with_model(cheat)
+    cheat.write()
+
+    def on_gpu(table: Any, folder: Path | None = None) -> Any:
+        return replace(aggregation_config(table, folder), device="cuda")
+
+    monkeypatch.setattr("roundtable.aggregation.AggregationConfig._check_device", lambda config: None)
+    monkeypatch.setattr("roundtable.engine.validation.round_plan.aggregation_config", on_gpu)
+    code, said = verify(honest, capsys, "--round=3", bundle="cheat")
+    assert (code, said["rounds"][0]["verdict"]) == (3, "unproven")
+    assert "a GPU's sums" in said["rounds"][0]["unproven"][0]
 
 
 @pytest.mark.parametrize(

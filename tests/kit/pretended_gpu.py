@@ -71,6 +71,9 @@ def _moved(func: Callable[..., Any], name: str, args: Sequence[Any], given: Mapp
     for each in (*rest, given.get("device")):
         if isinstance(each, str | torch.device):
             there = torch.device(each)
+        elif isinstance(each, Tensor):
+            there = GPU if isinstance(each, Distant) else torch.device("cpu")
+            kept.append(each.dtype)
         elif each is not None:
             kept.append(each)
     options = {key: value for key, value in given.items() if key != "device"}

@@ -11,6 +11,7 @@ from roundtable.core.errors import ConfigError, EncodingError, LayoutError
 from roundtable.core.observability.tracking import check_inside, check_trackers
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import CentralNoise, RoundEngine
+from roundtable.engine.validation.feasibility import check_device
 from roundtable.privacy import Budget
 from roundtable.server.jobs.admission.series import in_series
 from roundtable.server.jobs.job_driver import Submission, check_approved, layout_of, plan_of
@@ -82,6 +83,7 @@ def _made(
     plan = plan_of(job, layout, population, spent)
     if (charge := plan.charge_of(1) or plan.silo_charge) is not None:
         check_all(budgets, spent, charge)
+    check_device(plan)
     if plan.aggregation.takes("root_update") and not services.trusted.offers(job.task):
         raise ConfigError(
             f"aggregation.rule = {job.aggregation.rule!r} measures updates by training on trusted data, "
