@@ -66,6 +66,7 @@ class Cox(NewtonFit):
     """
 
     ask: ClassVar[str] = "cox"
+    weighted: ClassVar[bool] = False
     most_rounds: ClassVar[int] = _LAST_STEP + 2
 
     def __init__(
@@ -362,7 +363,7 @@ class Cox(NewtonFit):
             "n": censored + events,
             "events": events,
             "ties": self.ties,
-            **fitted(self.terms, public, self.robust),
+            **fitted(self.terms, public, self.robust, self.weighted),
         }
         if not self.by_silo:
             values["baseline"] = baseline_hazards(self.labels, public)

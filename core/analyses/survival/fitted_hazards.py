@@ -12,8 +12,9 @@ from roundtable.core.analyses.exact_sums import Arrays
 from roundtable.core.analyses.scipy_parts import stats
 
 
-def fitted(terms: list[str], public: Arrays, robust: bool) -> dict[str, Any]:
-    """Estimates with errors, and the likelihood; `model_errors` are those that are not robust."""
+def fitted(terms: list[str], public: Arrays, robust: bool, weighted: bool) -> dict[str, Any]:
+    """Estimates with errors, and the likelihood; `model_errors` are those that are not robust. A weighted
+    likelihood has no ratio that is chi-square, and no AIC."""
     sd = public["sd"]
     estimates = public["slopes"] / sd
     inverse = inverted(public["hessian"])
@@ -21,25 +22,28 @@ def fitted(terms: list[str], public: Arrays, robust: bool) -> dict[str, Any]:
     if robust:
         errors = np.sqrt(np.diag(inverse @ public["sandwich"] @ inverse)) / sd
     loglik, null = float(public["likelihood"][0]), float(public["null"][0])
-    return {
+    found = {
         **coefficients(terms, estimates, errors, None),
         "hazard_ratios": np.exp(estimates).tolist(),
         "model_errors": model.tolist(),
         "log_likelihood": loglik,
         "log_likelihood_null": null,
-        "lr_chi2": 2 * (loglik - null),
-        "lr_p": float(stats.chi2.sf(2 * (loglik - null), len(terms))),
-        "aic": 2 * len(terms) - 2 * loglik,
     }
+    if not weighted:
+        ratio = 2 * (loglik - null)
+        found |= {"lr_chi2": ratio, "lr_p": float(stats.chi2.sf(ratio, len(terms)))}
+        found["aic"] = 2 * len(terms) - 2 * loglik
+    return found
 
 
 def likelihood_note(values: Mapping[str, Any]) -> str:
     """A few words about the likelihood of a fit."""
+    told = f"log-likelihood {values['log_likelihood']:.6g}"
+    if "lr_chi2" not in values:
+        return told
     freedom = len(values["terms"])
-    return (
-        f"log-likelihood {values['log_likelihood']:.6g}, likelihood ratio {values['lr_chi2']:.5g} on "
-        f"{freedom} degree{'s' * (freedom > 1)} of freedom, p {values['lr_p']:.4g}"
-    )
+    degrees = f"{freedom} degree{'s' * (freedom > 1)} of freedom"
+    return f"{told}, likelihood ratio {values['lr_chi2']:.5g} on {degrees}, p {values['lr_p']:.4g}"
 
 
 def baseline_hazards(labels: Sequence[str], public: Arrays) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class WeightedCox(Cox):
     """Cox regression with weights for the average effect of a treatment, a category of two values."""
 
     ask: ClassVar[str] = "weighted_cox"
+    weighted: ClassVar[bool] = True
 
     def __init__(
         self,
