@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from roundtable.cli.shared.output import interruptible, print_json, print_table,
 from roundtable.core.errors import AggregationError, ConfigError
 
 if TYPE_CHECKING:
+    from roundtable.core.identity.credentials import SiloIdentity
     from roundtable.operator import OperatorClient
     from roundtable.surveys import SurveyAnswers, SurveyFile
 
@@ -27,6 +29,8 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--csv", "csv_file", type=_FILE, help="Write the tables of all answers into this CSV file.")
 @click.option("--figure", type=_FILE, help="Draw what has a picture into this .png, .svg or .pdf file.")
 @click.option("--model", type=_FILE, help="Write boosted trees as xgboost's JSON into this file.")
+@click.option("--report", type=_FILE, help="Sign the answers of a coordinator's silos into this JSON file.")
+@click.option("--check", "checked", type=_FILE, help="Show the answers of a signed report, if it is genuine.")
 @json_option
 @click.pass_context
 def analyse(
@@ -39,6 +43,8 @@ def analyse(
     csv_file: Path | None,
     figure: Path | None,
     model: Path | None,
+    report: Path | None,
+    checked: Path | None,
     as_json: bool,
 ) -> int:
     """Answer the questions of a survey.
@@ -48,20 +54,25 @@ def analyse(
     """
     from roundtable.surveys import load_survey, plain
 
-    if (file is None) == (job is None):
+    if sum(each is not None for each in (file, job, checked)) != 1:
         raise click.UsageError(
-            "say what to answer: the FILE of a survey, or --job with an analysis's identifier"
+            "say what to answer: the FILE of a survey, --job with an analysis's identifier, or --check with "
+            "a signed report"
         )
-    if file is None:
+    if checked is not None:
+        findings = _checked(checked, credentials, as_json)
+    elif file is None:
         with connect(coordinator, credentials) as operator:
-            findings = _of_job(operator, str(job))
+            findings = _of_job(operator, str(job), report)
     else:
         survey = load_survey(file, overrides)
         told = context.get_parameter_source("coordinator") is click.core.ParameterSource.COMMANDLINE
         if told or not survey.silos:
             with connect(coordinator, credentials) as operator:
-                findings = _by_silos(operator, survey, as_json)
+                findings = _by_silos(operator, survey, as_json, report)
         else:
+            if report is not None:
+                raise click.UsageError("a report is of a coordinator's silos: give --coordinator")
             findings = _here(survey, file)
     if csv_file is not None:
         findings.to_csv(csv_file)
@@ -86,12 +97,41 @@ def _here(survey: SurveyFile, file: Path) -> SurveyAnswers:
         return run(survey, progress=lambda seen: say_how_far(f"round {seen.round} of at most {seen.rounds}"))
 
 
-def _by_silos(operator: OperatorClient, survey: SurveyFile, quiet: bool) -> SurveyAnswers:
+def _checked(path: Path, credentials: Path | None, quiet: bool) -> SurveyAnswers:
+    from roundtable.core.identity.certificates import read
+    from roundtable.core.identity.credentials import CA_CERTIFICATE
+    from roundtable.survey_report import read_report
+
+    if credentials is None:
+        raise click.UsageError("say whom you trust: --credentials with a folder that has ca.crt")
+    signed, told = read_report(path, read(credentials / CA_CERTIFICATE))
+    when = datetime.fromtimestamp(signed.time, UTC)
+    say(f"Signed by {signed.signer} on {when:%Y-%m-%d %H:%M} UTC, of analysis {told.job}.", err=quiet)
+    return told.findings
+
+
+def _signer(operator: OperatorClient) -> SiloIdentity:
+    from roundtable.operator_credentials import signing_identity
+
+    identity = signing_identity(operator.folder)
+    if identity is None:
+        raise ConfigError(
+            "a report is signed with a certificate's key, and these credentials have none: use a folder made "
+            "by `roundtable ca issue`"
+        )
+    return identity
+
+
+def _by_silos(
+    operator: OperatorClient, survey: SurveyFile, quiet: bool, report: Path | None
+) -> SurveyAnswers:
     from roundtable.cli.jobs.watch import Silent, follow, make_display
     from roundtable.core.models import save_model
     from roundtable.preparation import prepare_job
     from roundtable.surveys import survey_job
 
+    if report is not None:
+        _signer(operator)
     silos = survey.cohort or sum("analysis" in client.tasks for client in operator.clients())
     if not silos:
         raise ConfigError(
@@ -108,12 +148,13 @@ def _by_silos(operator: OperatorClient, survey: SurveyFile, quiet: bool) -> Surv
     hint = f"The analysis goes on; see its answers by `roundtable analyse --job {submitted.id}`."
     with interruptible(hint):
         follow(operator.watch(submitted.id, 1), Silent() if quiet else make_display(False))
-    return _of_job(operator, submitted.id)
+    return _of_job(operator, submitted.id, report)
 
 
-def _of_job(operator: OperatorClient, job: str) -> SurveyAnswers:
+def _of_job(operator: OperatorClient, job: str, report: Path | None) -> SurveyAnswers:
     from roundtable.core.config import job_from_json
     from roundtable.core.models import open_model
+    from roundtable.survey_report import write_report
     from roundtable.surveys import findings_of
 
     detail = operator.job(job)
@@ -126,7 +167,10 @@ def _of_job(operator: OperatorClient, job: str) -> SurveyAnswers:
         model = Path(folder) / "analysis.safetensors"
         operator.get_artifact(detail.job.model.digest, detail.job.model.size, model)
         vector = open_model(model).vector.clone()
-    return findings_of(job_from_json(detail.job_config), vector, detail.job.rounds_done)
+    findings = findings_of(job_from_json(detail.job_config), vector, detail.job.rounds_done)
+    if report is not None:
+        write_report(report, findings, _signer(operator), detail.job.id, detail.job_config)
+    return findings
 
 
 def show(findings: SurveyAnswers) -> None:

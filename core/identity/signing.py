@@ -14,6 +14,7 @@ purpose is none for another. The purposes:
     renewal     a silo's request for new certificates of its keys
     installation  which installation of an agent says hello
     passage     a silo's word that a relay may speak for this installation of it
+    report      what an analysis answered, by whoever asked
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ Purpose = Literal[
     "renewal",
     "installation",
     "passage",
+    "report",
 ]
 
 

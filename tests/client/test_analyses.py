@@ -26,7 +26,7 @@ from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import LocalWork
 from roundtable.client.worker.earlier_readings import EarlierReadings, rows_apart
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.errors import ConfigError, PrivacyError, TaskError
+from roundtable.core.errors import ConfigError, IdentityError, PrivacyError, TaskError
 from roundtable.core.evidence.audit_log import read_log
 from roundtable.core.identity.credentials import CA_CERTIFICATE
 from roundtable.core.initial_model import initial_model
@@ -35,6 +35,7 @@ from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.task import Site, load_task
 from roundtable.operator import OperatorClient
 from roundtable.simulation import simulate
+from roundtable.survey_report import read_report
 from roundtable.surveys import analyse, load_survey, survey_job
 
 SURVEY = """
@@ -111,6 +112,24 @@ def wait_for_silos(address: str, folder: Path) -> None:
             time.sleep(0.01)
 
 
+def check_report(report: Path, credentials: Path, found: dict[str, Any]) -> None:
+    """A report gives the answers again, and no changed one is believed."""
+    ca = (credentials / CA_CERTIFICATE).read_bytes()
+    signed, told = read_report(report, ca)
+    assert signed.signer == "operator"
+    assert told.findings.to_dict() == found
+    document = json.loads(report.read_text())
+    check = ["analyse", "--check", str(report), "--credentials", str(credentials)]
+    assert run_command(check) == 0
+    document["statement"]["answers"][0]["values"] = {}
+    report.write_text(json.dumps(document))
+    assert run_command(check) == 1
+    for wrong in ("", "[]", "{}", json.dumps({**document, "statement": {}})):
+        report.write_text(wrong)
+        with pytest.raises(IdentityError):
+            read_report(report, ca)
+
+
 async def test_silos_answer_as_local_files_do_and_write_down_what_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,11 +148,14 @@ async def test_silos_answer_as_local_files_do_and_write_down_what_left(
         ]
         async with agents(*(with_table((address, folder), name) for name in NAMES)):
             await asyncio.to_thread(wait_for_silos, address, folder)
-            code = await asyncio.to_thread(run_command, [*command, "--json"])
+            report = tmp_path / "report.json"
+            code = await asyncio.to_thread(run_command, [*command, "--json", "--report", str(report)])
             said = capsys.readouterr()
             assert code == 0, said.err
             found = json.loads(said.out)
             assert found == {**here.to_dict(), "rounds": found["rounds"]}
+            await asyncio.to_thread(check_report, report, folder / "operator", found)
+            capsys.readouterr()
             code = await asyncio.to_thread(
                 run_command, [*command, "--set", "secure_aggregation=false", "--set", "least_count=30"]
             )
