@@ -43,7 +43,7 @@ from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_ten
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
 from roundtable.cluster.plan.arithmetic import OperatorRecorder, PassWork, count_work
 from roundtable.cluster.plan.memory_estimate import ModelProbe
-from roundtable.core.errors import RoundtableError, TaskError
+from roundtable.core.errors import ConfigError, RoundtableError, TaskError
 from roundtable.core.task import Task, initial_state
 
 _DEGREES = (2, 4, 8, 16)
@@ -255,7 +255,8 @@ class OptimizerCost:
 def optimizer_cost(task: Task) -> OptimizerCost:
     """What the task's optimizer costs, found on a small parameter.
 
-    Plain SGD, which is the default, reads the gradient and reads and writes the parameter.
+    Plain SGD, which is the default, reads the gradient and reads and writes the parameter. Raises ConfigError
+    for an optimizer whose state is in tensors of a kind of its own.
     """
     make: Callable[[Iterable[nn.Parameter]], Any] | None = getattr(task, "optimizer", None)
     parameter = nn.Parameter(torch.zeros(4096))
@@ -265,6 +266,13 @@ def optimizer_cost(task: Task) -> OptimizerCost:
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     states = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+    own = next((type(value) for value in states if type(value) not in (Tensor, nn.Parameter)), None)
+    if own is not None:
+        raise ConfigError(
+            f"the task's optimizer {type(optimizer).__name__} keeps its state in tensors of its own kind "
+            f"({own.__name__}), which no checkpoint of a cluster can hold; use one with plain tensors, such "
+            "as AdamW, with offload_optimizer = true where its state does not fit"
+        )
     recorder = OperatorRecorder(nn.Module())
     with recorder:
         optimizer.step()

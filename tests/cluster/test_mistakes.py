@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cluster_cases import Case
 from cluster_mistakes import Disturbed, disturbed_round, other_versions
+from cluster_models import Language
 from cluster_plans import plan
 from cluster_silo import Silo
+from pydantic import ValidationError
 from ranks import run_ranks
+from torch import Tensor
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.agent.preflight import check_endpoint, check_interface, main
+from roundtable.cluster.plan.model_probe import optimizer_cost
 from roundtable.cluster.train.loss_guard import CheckpointTimes, LossGuard, Milestones, NormGuard
 from roundtable.cluster.train.orders import Advice
 from roundtable.core.errors import ConfigError
@@ -24,6 +30,31 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
     check_interface("lo")
     with pytest.raises(ConfigError, match=r"this machine has no 'ib7'; it has .*lo"):
         check_interface("ib7")
+
+
+def test_more_nodes_than_the_agent_can_start_ranks_on_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r'nodes = 2 needs launch = "external"'):
+        ClusterTable.model_validate({"nodes": 2, "devices": 1})
+    assert ClusterTable.model_validate({"nodes": 2, "devices": 1, "launch": "external"}).nodes == 2
+
+
+def test_state_in_tensors_of_a_kind_of_its_own_is_refused_before_a_round() -> None:
+    """As torchao's 8-bit optimizers have it: safetensors finds no storage under such a tensor."""
+
+    class Packed(Tensor):
+        pass
+
+    class Adam8bit(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["exp_avg"] = torch.zeros(16).as_subclass(Packed)
+
+    class Own(Language):
+        def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+            return Adam8bit(parameters)
+
+    with pytest.raises(ConfigError, match=r"Adam8bit keeps its state.*\(Packed\).*AdamW"):
+        optimizer_cost(Own())
 
 
 async def test_an_agent_with_a_wrong_interface_does_not_start(tmp_path: Path) -> None:
