@@ -26,6 +26,7 @@ from roundtable.core.job_tables.keep_table import KeepTable
 from roundtable.core.job_tables.metrics_table import MetricsTable
 from roundtable.core.job_tables.model_table import ModelTable
 from roundtable.core.job_tables.queue_table import QueueTable, ResourcesTable
+from roundtable.core.job_tables.region_table import RegionSumsTable
 from roundtable.core.job_tables.simulation_table import SimulationTable
 from roundtable.core.job_tables.task_table import JobTaskTable, named_task
 from roundtable.core.job_tables.transfer_table import TransferTable
@@ -284,6 +285,7 @@ class JobConfig(Table):
     tracking: TrackingTable = Field(default_factory=TrackingTable)
     queue: QueueTable = Field(default_factory=QueueTable)
     resources: ResourcesTable = Field(default_factory=ResourcesTable)
+    regions: RegionSumsTable = Field(default_factory=RegionSumsTable)
     simulation: SimulationTable = Field(default_factory=SimulationTable)
 
     @property

@@ -51,6 +51,7 @@ AGENT_POINTS = {
 }
 RELAY_POINTS = {
     "update_held": "an update and who signed it are durable at the relay; the silo has no receipt",
+    "updates_summed": "a sum and the relay's statement are durable; the coordinator does not know of it",
     "receipt_handed_on": "the coordinator's receipt is at the relay, which still holds the update",
 }
 POINTS = {**COORDINATOR_POINTS, **AGENT_POINTS, **RELAY_POINTS}

@@ -39,3 +39,26 @@ def declared_examples(metadata: Mapping[str, str]) -> int | None:
     """How many examples a client declares under `examples`; None where it is no such number."""
     declared = metadata.get("examples", "")
     return int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 16 else None
+
+
+@dataclass(frozen=True)
+class ClientJoined:
+    """A client has connected and can be asked to work; with `online` false, it is only known."""
+
+    info: ClientInfo
+    online: bool = True
+
+
+@dataclass(frozen=True)
+class ClientLeft:
+    """A client has disconnected. It may come back and deliver until the deadline."""
+
+    client: str
+
+
+@dataclass(frozen=True)
+class ClientHeld:
+    """A client that is known may be asked for nothing new from now on; with None, for everything again."""
+
+    client: str
+    held: Held | None

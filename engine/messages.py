@@ -9,7 +9,10 @@ from typing import Any, Literal
 from roundtable.core.errors import SiteFailure
 from roundtable.core.model_delta import Hop
 from roundtable.core.observability.transfer_figures import TransferFigures
+from roundtable.engine.clients import ClientHeld as ClientHeld
 from roundtable.engine.clients import ClientInfo as ClientInfo
+from roundtable.engine.clients import ClientJoined as ClientJoined
+from roundtable.engine.clients import ClientLeft as ClientLeft
 from roundtable.engine.clients import ClientState as ClientState
 from roundtable.engine.clients import Held as Held
 from roundtable.engine.steering import Cancel as Cancel
@@ -61,6 +64,7 @@ class Update:
 
     `loss` is the mean over the `examples`; `metrics` are named (sum, count). `asked`: (round, attempt) of its
     model, where not that which it is combined in. `steps`: given by speed. `transfer`: what its way took.
+    `relay`: in whose sum it lies; the vector is then that of the sum.
     """
 
     client: str
@@ -71,6 +75,7 @@ class Update:
     asked: tuple[int, int] | None = None
     steps: int | None = None
     transfer: TransferFigures | None = None
+    relay: str = ""
 
     @property
     def digest(self) -> str:
@@ -95,29 +100,6 @@ class Start:
 
 
 @dataclass(frozen=True)
-class ClientJoined:
-    """A client has connected and can be asked to work; with `online` false, it is only known."""
-
-    info: ClientInfo
-    online: bool = True
-
-
-@dataclass(frozen=True)
-class ClientLeft:
-    """A client has disconnected. It may come back and deliver until the deadline."""
-
-    client: str
-
-
-@dataclass(frozen=True)
-class ClientHeld:
-    """A client that is known may be asked for nothing new from now on; with None, for everything again."""
-
-    client: str
-    held: Held | None
-
-
-@dataclass(frozen=True)
 class WorkStarted:
     """A client has begun its work, or has gone on to `state`."""
 
@@ -132,6 +114,14 @@ class UpdateArrived:
 
     step: Step
     update: Update
+
+
+@dataclass(frozen=True)
+class SumArrived:
+    """A relay's sum of these updates has arrived: all of them count, or none."""
+
+    step: Step
+    updates: tuple[Update, ...]
 
 
 @dataclass(frozen=True)
@@ -245,6 +235,7 @@ Event = (
     | ClientHeld
     | WorkStarted
     | UpdateArrived
+    | SumArrived
     | Evaluated
     | ClientFailed
     | Troubled

@@ -6,6 +6,7 @@ How training goes, from the choice of clients to the last update, is the job's `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from roundtable.core.config import CENTRAL
 from roundtable.core.observability.released import IN_THE_LOG, Tells, is_told
@@ -68,6 +69,24 @@ class Phases:
                 self._end_training(reason, now)
             case GiveUp(reason):
                 self.fail_attempt(reason, now)
+
+    def received(self, update: m.Update, now: float) -> None:
+        """A client's update that is wanted is here; `proceed` follows."""
+        client, attempt = update.client, self._context.attempt()
+        if (assignment := self._state.at_work.pop(client, None)) is not None:
+            update = replace(update, asked=(assignment.round, assignment.attempt))
+        attempt.awaited.pop(client, None)
+        update = replace(update, steps=self._context.see_pace(client, now))
+        lost = attempt.lost.pop(client, None)
+        (attempt.updates if attempt.phase == m.TRAIN else self._state.buffer)[client] = lost or update
+        course = self._context.done(client, lost or update, now)
+        if not lost:
+            took = self._state.clients[client].took
+            took(now, assignment.line if assignment else attempt.lines.get(client), update)
+        asked = {} if update.asked is None else {"asked": update.asked[0]}
+        detail = {"examples": update.examples, **vars(update.vector), **asked, "course": course}
+        way = f" in a sum of the relay {update.relay}" if update.relay else " again" if lost else ""
+        self._context.note("update_received", f"{client} delivered its update{way}", client, detail)
 
     def proceed(self, phase: str, now: float) -> None:
         """Called after every answer that belongs to `phase`: ends it, if it runs and has what it needs."""

@@ -12,7 +12,7 @@ and which updates it waits for, its `TrainingPolicy` decides: synchronous or buf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -57,6 +57,7 @@ class RoundEngine:
             m.ClientHeld: self._on_held,
             m.WorkStarted: self._on_work_started,
             m.UpdateArrived: self._on_update,
+            m.SumArrived: self._on_sum,
             m.Evaluated: self._on_evaluated,
             m.ClientFailed: self._on_client_failed,
             m.Troubled: self._on_troubled,
@@ -257,25 +258,17 @@ class RoundEngine:
                 self._phases.work_began(event.step, now)
 
     def _on_update(self, event: m.UpdateArrived, now: float) -> None:
-        update, client = event.update, event.update.client
-        if self.wants(client, event.step) != "wanted":
-            return
-        attempt, assignment = self._context.attempt(), self.state.at_work.pop(client, None)
-        if assignment is not None:
-            update = replace(update, asked=(assignment.round, assignment.attempt))
-        attempt.awaited.pop(client, None)
-        update = replace(update, steps=self._context.see_pace(client, now))
-        lost = attempt.lost.pop(client, None)
-        (attempt.updates if attempt.phase == m.TRAIN else self.state.buffer)[client] = lost or update
-        course = self._context.done(client, lost or update, now)
-        if not lost:
-            took = self.state.clients[client].took
-            took(now, assignment.line if assignment else attempt.lines.get(client), update)
-        asked = {} if update.asked is None else {"asked": update.asked[0]}
-        detail = {"examples": update.examples, **vars(update.vector), **asked, "course": course}
-        message = f"{client} delivered its update{' again' if lost else ''}"
-        self._context.note("update_received", message, client, detail)
-        self._phases.proceed(m.TRAIN, now)
+        self._take((event.update,), event.step, now)
+
+    def _on_sum(self, event: m.SumArrived, now: float) -> None:
+        self._take(event.updates, event.step, now)
+
+    def _take(self, updates: Sequence[m.Update], step: m.Step, now: float) -> None:
+        """Takes all or, where one of them is not wanted, none: a sum cannot be taken apart."""
+        if all(self.wants(update.client, step) == "wanted" for update in updates):
+            for update in updates:
+                self._phases.received(update, now)
+            self._phases.proceed(m.TRAIN, now)
 
     def _on_client_failed(self, event: m.ClientFailed, now: float) -> None:
         step, failure = event.step, event.failure

@@ -1235,10 +1235,13 @@ class UploadState(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     WANTED_FIELD_NUMBER: builtins.int
     RECEIPT_FIELD_NUMBER: builtins.int
+    SUMMED_FIELD_NUMBER: builtins.int
     offset: builtins.int
     """Bytes that are safe at the coordinator."""
     wanted: builtins.bool
     """Whether the rest is wanted; if not, `receipt` says what became of the step."""
+    summed: builtins.bool
+    """Relays add the job's updates up."""
     @property
     def receipt(self) -> global___UploadReceipt: ...
     def __init__(
@@ -1247,9 +1250,10 @@ class UploadState(google.protobuf.message.Message):
         offset: builtins.int = ...,
         wanted: builtins.bool = ...,
         receipt: global___UploadReceipt | None = ...,
+        summed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["offset", b"offset", "receipt", b"receipt", "wanted", b"wanted"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offset", b"offset", "receipt", b"receipt", "summed", b"summed", "wanted", b"wanted"]) -> None: ...
 
 global___UploadState = UploadState
 

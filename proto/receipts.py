@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from roundtable.proto import agent_pb2
+from roundtable.proto import agent_pb2, relay_pb2
 
 
 def update_values(client: str, header: agent_pb2.UploadHeader) -> dict[str, Any]:
@@ -25,6 +25,24 @@ def update_values(client: str, header: agent_pb2.UploadHeader) -> dict[str, Any]
         "examples": header.examples,
         "metrics": {
             metric.name: [metric.sum, metric.count] for metric in header.metrics if not math.isnan(metric.sum)
+        },
+        "time": header.time,
+    }
+
+
+def sum_values(relay: str, header: relay_pb2.SumHeader) -> dict[str, Any]:
+    """What a relay commits itself to with a sum: of which step, which bytes, and of whose updates it is, each
+    with its digest and its examples."""
+    step = header.step
+    return {
+        "relay": relay,
+        "job": step.job,
+        "round": step.round,
+        "attempt": step.attempt,
+        "sum": header.content.digest,
+        "size": header.content.size,
+        "members": {
+            member.silo: [member.header.content.digest, member.header.examples] for member in header.members
         },
         "time": header.time,
     }
@@ -50,4 +68,4 @@ def receipt_values(
     }
 
 
-__all__ = ["receipt_values", "update_values"]
+__all__ = ["receipt_values", "sum_values", "update_values"]

@@ -13,31 +13,42 @@ _sym_db = _symbol_database.Default()
 
 
 from roundtable.proto import agent_pb2 as roundtable_dot_proto_dot_agent__pb2
+from roundtable.proto import common_pb2 as roundtable_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1croundtable/proto/relay.proto\x12\rroundtable.v1\x1a\x1croundtable/proto/agent.proto\"\xd0\x01\n\tFromRelay\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.roundtable.v1.RelayHelloH\x00\x12(\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.RelayBeatH\x00\x12)\n\x04said\x18\x03 \x01(\x0b\x32\x19.roundtable.v1.SaidBySiloH\x00\x12\x0e\n\x04left\x18\x04 \x01(\tH\x00\x12\'\n\x06\x62\x65\x61rer\x18\x05 \x01(\x0b\x32\x15.roundtable.v1.BearerH\x00\x42\t\n\x07message\"\xd4\x01\n\x07ToRelay\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.roundtable.v1.RelayWelcomeH\x00\x12(\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.RelayBeatH\x00\x12)\n\x04said\x18\x03 \x01(\x0b\x32\x19.roundtable.v1.SaidToSiloH\x00\x12\x0f\n\x05\x65nded\x18\x04 \x01(\tH\x00\x12\x11\n\x07refused\x18\x05 \x01(\tH\x00\x12\x15\n\x0brevocations\x18\x06 \x01(\x0cH\x00\x42\t\n\x07message\">\n\nRelayHello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x01\"s\n\x0cRelayWelcome\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\r\n\x05\x63lock\x18\x04 \x01(\x01\x12\x13\n\x0brevocations\x18\x05 \x01(\x0c\"\x0b\n\tRelayBeat\"E\n\nSaidBySilo\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12)\n\x07message\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.FromAgent\"C\n\nSaidToSilo\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12\'\n\x07message\x18\x02 \x01(\x0b\x32\x16.roundtable.v1.ToAgent\"g\n\x06\x42\x65\x61rer\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\x14\n\x0cinstallation\x18\x03 \x01(\x0c\x12\'\n\x07passage\x18\x04 \x01(\x0b\x32\x16.roundtable.v1.Passage2G\n\x06Relays\x12=\n\x05Trunk\x12\x18.roundtable.v1.FromRelay\x1a\x16.roundtable.v1.ToRelay(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1croundtable/proto/relay.proto\x12\rroundtable.v1\x1a\x1croundtable/proto/agent.proto\x1a\x1droundtable/proto/common.proto\"\xd0\x01\n\tFromRelay\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.roundtable.v1.RelayHelloH\x00\x12(\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.RelayBeatH\x00\x12)\n\x04said\x18\x03 \x01(\x0b\x32\x19.roundtable.v1.SaidBySiloH\x00\x12\x0e\n\x04left\x18\x04 \x01(\tH\x00\x12\'\n\x06\x62\x65\x61rer\x18\x05 \x01(\x0b\x32\x15.roundtable.v1.BearerH\x00\x42\t\n\x07message\"\xd4\x01\n\x07ToRelay\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.roundtable.v1.RelayWelcomeH\x00\x12(\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.RelayBeatH\x00\x12)\n\x04said\x18\x03 \x01(\x0b\x32\x19.roundtable.v1.SaidToSiloH\x00\x12\x0f\n\x05\x65nded\x18\x04 \x01(\tH\x00\x12\x11\n\x07refused\x18\x05 \x01(\tH\x00\x12\x15\n\x0brevocations\x18\x06 \x01(\x0cH\x00\x42\t\n\x07message\">\n\nRelayHello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x01\"s\n\x0cRelayWelcome\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\r\n\x05\x63lock\x18\x04 \x01(\x01\x12\x13\n\x0brevocations\x18\x05 \x01(\x0c\"\x0b\n\tRelayBeat\"E\n\nSaidBySilo\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12)\n\x07message\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.FromAgent\"C\n\nSaidToSilo\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12\'\n\x07message\x18\x02 \x01(\x0b\x32\x16.roundtable.v1.ToAgent\"g\n\x06\x42\x65\x61rer\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\x14\n\x0cinstallation\x18\x03 \x01(\x0c\x12\'\n\x07passage\x18\x04 \x01(\x0b\x32\x16.roundtable.v1.Passage\"d\n\x07SumPart\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.roundtable.v1.SumHeaderH\x00\x12%\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x14.roundtable.v1.ChunkH\x00\x42\x06\n\x04part\"\xd6\x01\n\tSumHeader\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12(\n\x07\x63ontent\x18\x02 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12)\n\x07members\x18\x03 \x03(\x0b\x32\x18.roundtable.v1.SumMember\x12\x0c\n\x04time\x18\x04 \x01(\x01\x12\x11\n\tsignature\x18\x05 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x06 \x01(\x0c\x12\x0e\n\x06offset\x18\x07 \x01(\x04\x12\x0b\n\x03\x61sk\x18\x08 \x01(\x08\"F\n\tSumMember\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12+\n\x06header\x18\x02 \x01(\x0b\x32\x1b.roundtable.v1.UploadHeader\"k\n\nSumReceipt\x12\r\n\x05taken\x18\x01 \x01(\x08\x12-\n\x07members\x18\x02 \x03(\x0b\x32\x1c.roundtable.v1.MemberReceipt\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"L\n\rMemberReceipt\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12-\n\x07receipt\x18\x02 \x01(\x0b\x32\x1c.roundtable.v1.UploadReceipt2\x83\x01\n\x06Relays\x12=\n\x05Trunk\x12\x18.roundtable.v1.FromRelay\x1a\x16.roundtable.v1.ToRelay(\x01\x30\x01\x12:\n\x03Sum\x12\x16.roundtable.v1.SumPart\x1a\x19.roundtable.v1.SumReceipt(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'roundtable.proto.relay_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_FROMRELAY']._serialized_start=78
-  _globals['_FROMRELAY']._serialized_end=286
-  _globals['_TORELAY']._serialized_start=289
-  _globals['_TORELAY']._serialized_end=501
-  _globals['_RELAYHELLO']._serialized_start=503
-  _globals['_RELAYHELLO']._serialized_end=565
-  _globals['_RELAYWELCOME']._serialized_start=567
-  _globals['_RELAYWELCOME']._serialized_end=682
-  _globals['_RELAYBEAT']._serialized_start=684
-  _globals['_RELAYBEAT']._serialized_end=695
-  _globals['_SAIDBYSILO']._serialized_start=697
-  _globals['_SAIDBYSILO']._serialized_end=766
-  _globals['_SAIDTOSILO']._serialized_start=768
-  _globals['_SAIDTOSILO']._serialized_end=835
-  _globals['_BEARER']._serialized_start=837
-  _globals['_BEARER']._serialized_end=940
-  _globals['_RELAYS']._serialized_start=942
-  _globals['_RELAYS']._serialized_end=1013
+  _globals['_FROMRELAY']._serialized_start=109
+  _globals['_FROMRELAY']._serialized_end=317
+  _globals['_TORELAY']._serialized_start=320
+  _globals['_TORELAY']._serialized_end=532
+  _globals['_RELAYHELLO']._serialized_start=534
+  _globals['_RELAYHELLO']._serialized_end=596
+  _globals['_RELAYWELCOME']._serialized_start=598
+  _globals['_RELAYWELCOME']._serialized_end=713
+  _globals['_RELAYBEAT']._serialized_start=715
+  _globals['_RELAYBEAT']._serialized_end=726
+  _globals['_SAIDBYSILO']._serialized_start=728
+  _globals['_SAIDBYSILO']._serialized_end=797
+  _globals['_SAIDTOSILO']._serialized_start=799
+  _globals['_SAIDTOSILO']._serialized_end=866
+  _globals['_BEARER']._serialized_start=868
+  _globals['_BEARER']._serialized_end=971
+  _globals['_SUMPART']._serialized_start=973
+  _globals['_SUMPART']._serialized_end=1073
+  _globals['_SUMHEADER']._serialized_start=1076
+  _globals['_SUMHEADER']._serialized_end=1290
+  _globals['_SUMMEMBER']._serialized_start=1292
+  _globals['_SUMMEMBER']._serialized_end=1362
+  _globals['_SUMRECEIPT']._serialized_start=1364
+  _globals['_SUMRECEIPT']._serialized_end=1471
+  _globals['_MEMBERRECEIPT']._serialized_start=1473
+  _globals['_MEMBERRECEIPT']._serialized_end=1549
+  _globals['_RELAYS']._serialized_start=1552
+  _globals['_RELAYS']._serialized_end=1683
 # @@protoc_insertion_point(module_scope)

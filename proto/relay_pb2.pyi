@@ -4,9 +4,12 @@ isort:skip_file
 What a relay and the coordinator say to each other about the silos of a region. The relay opens every connection."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.message
 import roundtable.proto.agent_pb2
+import roundtable.proto.common_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -230,3 +233,147 @@ class Bearer(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["identity", b"identity", "installation", b"installation", "passage", b"passage", "silo", b"silo"]) -> None: ...
 
 global___Bearer = Bearer
+
+@typing.final
+class SumPart(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> global___SumHeader: ...
+    @property
+    def chunk(self) -> roundtable.proto.common_pb2.Chunk: ...
+    def __init__(
+        self,
+        *,
+        header: global___SumHeader | None = ...,
+        chunk: roundtable.proto.common_pb2.Chunk | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "chunk"] | None: ...
+
+global___SumPart = SumPart
+
+@typing.final
+class SumHeader(google.protobuf.message.Message):
+    """What a sum is, before its bytes: float32 values, the mean of its members' updates by the job's weights."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    CONTENT_FIELD_NUMBER: builtins.int
+    MEMBERS_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    CERTIFICATE_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    ASK_FIELD_NUMBER: builtins.int
+    time: builtins.float
+    """Unix time, and the relay's Ed25519 signature over core.signing's statement of this sum."""
+    signature: builtins.bytes
+    certificate: builtins.bytes
+    """The relay's identity certificate (PEM)."""
+    offset: builtins.int
+    """Offset of the first chunk that follows."""
+    ask: builtins.bool
+    """No chunk follows: how do things stand?"""
+    @property
+    def step(self) -> roundtable.proto.common_pb2.Step: ...
+    @property
+    def content(self) -> roundtable.proto.common_pb2.Artifact: ...
+    @property
+    def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SumMember]:
+        """In the order of their names, in which they were added."""
+
+    def __init__(
+        self,
+        *,
+        step: roundtable.proto.common_pb2.Step | None = ...,
+        content: roundtable.proto.common_pb2.Artifact | None = ...,
+        members: collections.abc.Iterable[global___SumMember] | None = ...,
+        time: builtins.float = ...,
+        signature: builtins.bytes = ...,
+        certificate: builtins.bytes = ...,
+        offset: builtins.int = ...,
+        ask: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["content", b"content", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ask", b"ask", "certificate", b"certificate", "content", b"content", "members", b"members", "offset", b"offset", "signature", b"signature", "step", b"step", "time", b"time"]) -> None: ...
+
+global___SumHeader = SumHeader
+
+@typing.final
+class SumMember(google.protobuf.message.Message):
+    """A silo whose update is in the sum, and what it has said and signed of it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SILO_FIELD_NUMBER: builtins.int
+    HEADER_FIELD_NUMBER: builtins.int
+    silo: builtins.str
+    @property
+    def header(self) -> roundtable.proto.agent_pb2.UploadHeader: ...
+    def __init__(
+        self,
+        *,
+        silo: builtins.str = ...,
+        header: roundtable.proto.agent_pb2.UploadHeader | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "silo", b"silo"]) -> None: ...
+
+global___SumMember = SumMember
+
+@typing.final
+class SumReceipt(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TAKEN_FIELD_NUMBER: builtins.int
+    MEMBERS_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    taken: builtins.bool
+    """The sum is durable, and counts for each of its members."""
+    problem: builtins.str
+    """Why this sum can never be taken; its members' updates are to be handed on as they are."""
+    offset: builtins.int
+    """Bytes that are safe at the coordinator, of a sum that is wanted."""
+    @property
+    def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MemberReceipt]:
+        """Of members about which the coordinator has decided. One that is not taken and has some is to be made anew,
+        without those.
+        """
+
+    def __init__(
+        self,
+        *,
+        taken: builtins.bool = ...,
+        members: collections.abc.Iterable[global___MemberReceipt] | None = ...,
+        problem: builtins.str = ...,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["members", b"members", "offset", b"offset", "problem", b"problem", "taken", b"taken"]) -> None: ...
+
+global___SumReceipt = SumReceipt
+
+@typing.final
+class MemberReceipt(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SILO_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
+    silo: builtins.str
+    @property
+    def receipt(self) -> roundtable.proto.agent_pb2.UploadReceipt: ...
+    def __init__(
+        self,
+        *,
+        silo: builtins.str = ...,
+        receipt: roundtable.proto.agent_pb2.UploadReceipt | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["receipt", b"receipt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["receipt", b"receipt", "silo", b"silo"]) -> None: ...
+
+global___MemberReceipt = MemberReceipt

@@ -21,6 +21,11 @@ class RelaysStub(object):
                 request_serializer=roundtable_dot_proto_dot_relay__pb2.FromRelay.SerializeToString,
                 response_deserializer=roundtable_dot_proto_dot_relay__pb2.ToRelay.FromString,
                 )
+        self.Sum = channel.stream_unary(
+                '/roundtable.v1.Relays/Sum',
+                request_serializer=roundtable_dot_proto_dot_relay__pb2.SumPart.SerializeToString,
+                response_deserializer=roundtable_dot_proto_dot_relay__pb2.SumReceipt.FromString,
+                )
 
 
 class RelaysServicer(object):
@@ -35,6 +40,13 @@ class RelaysServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sum(self, request_iterator, context):
+        """The mean of several silos' updates of one step, in the place of them: a header, then chunks from its offset on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RelaysServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -42,6 +54,11 @@ def add_RelaysServicer_to_server(servicer, server):
                     servicer.Trunk,
                     request_deserializer=roundtable_dot_proto_dot_relay__pb2.FromRelay.FromString,
                     response_serializer=roundtable_dot_proto_dot_relay__pb2.ToRelay.SerializeToString,
+            ),
+            'Sum': grpc.stream_unary_rpc_method_handler(
+                    servicer.Sum,
+                    request_deserializer=roundtable_dot_proto_dot_relay__pb2.SumPart.FromString,
+                    response_serializer=roundtable_dot_proto_dot_relay__pb2.SumReceipt.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -69,5 +86,22 @@ class Relays(object):
         return grpc.experimental.stream_stream(request_iterator, target, '/roundtable.v1.Relays/Trunk',
             roundtable_dot_proto_dot_relay__pb2.FromRelay.SerializeToString,
             roundtable_dot_proto_dot_relay__pb2.ToRelay.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Sum(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(request_iterator, target, '/roundtable.v1.Relays/Sum',
+            roundtable_dot_proto_dot_relay__pb2.SumPart.SerializeToString,
+            roundtable_dot_proto_dot_relay__pb2.SumReceipt.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -29,6 +29,12 @@ class RelaysStub:
     ]
     """The control streams of all silos of a region on one stream; open as long as the relay lives."""
 
+    Sum: grpc.StreamUnaryMultiCallable[
+        roundtable.proto.relay_pb2.SumPart,
+        roundtable.proto.relay_pb2.SumReceipt,
+    ]
+    """The mean of several silos' updates of one step, in the place of them: a header, then chunks from its offset on."""
+
 class RelaysAsyncStub:
     """The relay-facing service. Bytes travel by the calls of `Agents`: a relay downloads what one of its silos may
     read, and uploads a silo's update under the silo's name, in the metadata "roundtable-silo".
@@ -39,6 +45,12 @@ class RelaysAsyncStub:
         roundtable.proto.relay_pb2.ToRelay,
     ]
     """The control streams of all silos of a region on one stream; open as long as the relay lives."""
+
+    Sum: grpc.aio.StreamUnaryMultiCallable[
+        roundtable.proto.relay_pb2.SumPart,
+        roundtable.proto.relay_pb2.SumReceipt,
+    ]
+    """The mean of several silos' updates of one step, in the place of them: a header, then chunks from its offset on."""
 
 class RelaysServicer(metaclass=abc.ABCMeta):
     """The relay-facing service. Bytes travel by the calls of `Agents`: a relay downloads what one of its silos may
@@ -52,5 +64,13 @@ class RelaysServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[roundtable.proto.relay_pb2.ToRelay], collections.abc.AsyncIterator[roundtable.proto.relay_pb2.ToRelay]]:
         """The control streams of all silos of a region on one stream; open as long as the relay lives."""
+
+    @abc.abstractmethod
+    def Sum(
+        self,
+        request_iterator: _MaybeAsyncIterator[roundtable.proto.relay_pb2.SumPart],
+        context: _ServicerContext,
+    ) -> typing.Union[roundtable.proto.relay_pb2.SumReceipt, collections.abc.Awaitable[roundtable.proto.relay_pb2.SumReceipt]]:
+        """The mean of several silos' updates of one step, in the place of them: a header, then chunks from its offset on."""
 
 def add_RelaysServicer_to_server(servicer: RelaysServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -44,6 +44,7 @@ from roundtable.server.operations.measured_lines import MeasuredLines
 from roundtable.server.operations.populations import Populations
 from roundtable.server.operations.silo_setups import SiloSetups
 from roundtable.server.services.agents import AgentService
+from roundtable.server.services.incoming_sums import IncomingSums
 from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.local_calls import LocalCalls
 from roundtable.server.services.operators import OperatorService
@@ -258,8 +259,9 @@ class Coordinator:
         agents = AgentService(
             self.jobs, uploads, services, self._transfer, version, credentials.ca, security, logs, reports
         )
+        sums = IncomingSums(uploads, services, security.relayed, receipts, self._transfer, credentials.ca)
         self._relays = RelayService(
-            AboveAll(agents, services), security.access, security.relayed, security.principals, version
+            AboveAll(agents, services), security.access, security.relayed, security.principals, version, sums
         )
         storing = Storing(services, self._transfer, self.config.max_artifact_bytes, security.quotas)
         operators = OperatorService(

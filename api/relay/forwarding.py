@@ -19,6 +19,7 @@ from roundtable.core.observability.logs import request_metadata, requesting
 from roundtable.proto import CHUNK_BYTES, agent_pb2
 from roundtable.proto.pieces import Piece
 from roundtable.relay.held_updates import Held, Key, RelaySpool
+from roundtable.relay.relay_sums import RelaySums
 from roundtable.server.auth.access import Refusal
 from roundtable.server.auth.relayed import SILO_KEY
 
@@ -34,8 +35,10 @@ HELD_SECONDS = 5.0
 class Forwarding:
     """One task for each update that is held."""
 
-    def __init__(self, link: Link, spool: RelaySpool, vouch: Callable[[Held], None]) -> None:
-        """`vouch` shows the coordinator again that the relay may speak for the update's silo."""
+    def __init__(self, link: Link, spool: RelaySpool, vouch: Callable[[Held], None], sums: RelaySums) -> None:
+        """`vouch` shows the coordinator again that the relay may speak for the update's silo; `sums` adds
+        those up that are to be."""
+        self._sums = sums
         self._link = link
         self._spool = spool
         self._vouch = vouch
@@ -91,6 +94,8 @@ class Forwarding:
             log.error("the update of %s for %s, round %d: %s", *key[:3], error)
 
     async def _hand_on(self, held: Held, fresh: bool) -> agent_pb2.UploadReceipt:
+        if (decided := await self._summed(held)) is not None:
+            return decided
         gone, above = Backoff(), Backoff(1.0, HELD_SECONDS)
         denied, ask = 0, not fresh
         while True:
@@ -125,6 +130,19 @@ class Forwarding:
             log.info("the update of %s is handed on again: %s", held.silo, problem, extra={"site": held.silo})
             ask = True
             await asyncio.sleep(backoff.next())
+
+    async def _summed(self, held: Held) -> agent_pb2.UploadReceipt | None:
+        """The receipt for an update that has gone up in a sum; None for one that is to go by itself."""
+        try:
+            receipt = await self._sums.outcome(held)
+        except TransferError:
+            self._spool.remove(held)
+            raise
+        if receipt is not None:
+            step = held.offer.at.step
+            failpoint("receipt_handed_on", step.round, step.phase)
+            self._spool.remove(held)
+        return receipt
 
     async def _send(self, stub: Any, held: Held, ask: bool) -> agent_pb2.UploadReceipt:
         metadata, offset = for_silo(held.silo), 0

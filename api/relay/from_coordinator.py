@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 from roundtable.client.door.model_names import ArtifactName
 from roundtable.core.errors import ProtocolError, RoundtableError
-from roundtable.proto import agent_pb2, relay_pb2
+from roundtable.proto import agent_pb2, common_pb2, relay_pb2
 from roundtable.relay.cache import RegionCache
-from roundtable.relay.silos import Silo, Silos
+from roundtable.relay.relay_sums import RelaySums
+from roundtable.relay.silos import Silo, Silos, asked_of
+from roundtable.relay.sum_orders import speaks_itself
 
 log = logging.getLogger("roundtable.relay")
 
@@ -26,8 +28,13 @@ class FromCoordinator:
         heartbeat: float,
         say: Callable[[relay_pb2.FromRelay], None],
         held: Callable[[], list[relay_pb2.Bearer]],
+        name: str,
+        sums: RelaySums,
     ) -> None:
-        """`identity` is the relay's certificate (PEM); `held` gives who signed the updates that are here."""
+        """`identity` is the relay's certificate (PEM) and `name` its name; `held` gives who signed the
+        updates that are here."""
+        self._name = name
+        self._sums = sums
         self._silos = silos
         self._cache = cache
         self._identity = identity
@@ -71,11 +78,21 @@ class FromCoordinator:
                 except ProtocolError as error:
                     log.warning("%s", error, extra={"site": silo.name})
                     model = None
+                self._order(silo, message.instruction.step)
                 if model is not None:
                     task = asyncio.create_task(self._fetch(silo, model))
                     self._fetching.add(task)
                     task.add_done_callback(self._fetching.discard)
+            case "withdraw":
+                self._sums.excused(silo.name, asked_of(message.withdraw.step))
         silo.send(message)
+
+    def _order(self, silo: Silo, step: common_pb2.Step) -> None:
+        """Has a sum wait for the silo; the relay that speaks to the coordinator alone makes any."""
+        asked = asked_of(step)
+        order = silo.sum_order(asked)
+        if order is not None and speaks_itself(self._name, silo.way):
+            self._sums.ordered(silo.name, asked, order)
 
     def _welcome(self, silo: Silo, message: agent_pb2.ToAgent) -> None:
         """A silo is welcomed once; after the relay's own reconnection the coordinator says it again."""

@@ -14,6 +14,7 @@ from roundtable.core.errors import ResourceError, RoundtableError
 from roundtable.core.failpoints import failpoint
 from roundtable.core.machine.file_access import sync_folder
 from roundtable.proto import agent_pb2, relay_pb2
+from roundtable.relay.sum_orders import SumTerms
 from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.door.from_agents import offer_of
 from roundtable.server.storage.blobs import BlobWriter
@@ -28,13 +29,15 @@ Key = tuple[str, str, int, int, str]
 
 @dataclass(frozen=True)
 class Held:
-    """An update that is here, whole: what the silo said of it, its file, who may be shown for it."""
+    """An update that is here, whole: what the silo said of it, its file, who may be shown for it. With
+    `terms` it is to be added up with others."""
 
     silo: str
     header: agent_pb2.UploadHeader
     offer: UploadOffer
     bearer: relay_pb2.Bearer
     path: Path
+    terms: SumTerms | None = None
 
     @property
     def key(self) -> Key:
@@ -68,17 +71,24 @@ class RelaySpool:
 
         return BlobWriter(self._partial(silo, offer), offer.size, offer.digest, adopt, offset=offer.offset)
 
-    def keep(self, silo: str, header: agent_pb2.UploadHeader, bearer: relay_pb2.Bearer) -> Held:
+    def keep(
+        self,
+        silo: str,
+        header: agent_pb2.UploadHeader,
+        bearer: relay_pb2.Bearer,
+        terms: SumTerms | None = None,
+    ) -> Held:
         """Describes an update whose bytes are here: from now on it survives a kill."""
         header.offset = 0
         offer = offer_of(header)
         described = {
             "header": header.SerializeToString().hex(),
             "bearer": bearer.SerializeToString().hex(),
+            "terms": terms.plain() if terms is not None else None,
         }
         replace_synced(self._description(silo, offer), [json.dumps(described).encode()])
         failpoint("update_held", offer.at.step.round, offer.at.step.phase)
-        return Held(silo, header, offer, bearer, self._bytes(silo, offer))
+        return Held(silo, header, offer, bearer, self._bytes(silo, offer), terms)
 
     def remove(self, held: Held) -> None:
         """The coordinator has decided about it."""
@@ -100,7 +110,8 @@ class RelaySpool:
             header = agent_pb2.UploadHeader.FromString(bytes.fromhex(described["header"]))
             bearer = relay_pb2.Bearer.FromString(bytes.fromhex(described["bearer"]))
             offer = offer_of(header)
-            held = Held(bearer.silo, header, offer, bearer, self._bytes(bearer.silo, offer))
+            terms = SumTerms.of(described["terms"]) if described["terms"] else None
+            held = Held(bearer.silo, header, offer, bearer, self._bytes(bearer.silo, offer), terms)
             if digest_of(held.path) != offer.digest:
                 raise ResourceError("its bytes have changed on this disk")
         except (OSError, ValueError, KeyError, TypeError, DecodeError, RoundtableError) as error:

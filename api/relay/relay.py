@@ -33,7 +33,9 @@ from roundtable.relay.config import RelayConfig
 from roundtable.relay.forwarding import Forwarding
 from roundtable.relay.from_coordinator import FromCoordinator
 from roundtable.relay.held_updates import Held, RelaySpool
+from roundtable.relay.made_sums import SumSpool
 from roundtable.relay.relay_page import RelayPage
+from roundtable.relay.relay_sums import RelaySums
 from roundtable.relay.service import RelayAgentService
 from roundtable.relay.silos import Silos
 from roundtable.relay.trunk import Trunk, name_of
@@ -88,7 +90,9 @@ class Relay:
             def vouch(held: Held) -> None:
                 trunk.send(relay_pb2.FromRelay(bearer=held.bearer))
 
-            forwarding = Forwarding(trunk.link, spool, vouch)
+            summed = SumSpool(config.state / "sums", name, identity)
+            sums = RelaySums(trunk.relays, summed, silos, vouch, threads)
+            forwarding = Forwarding(trunk.link, spool, vouch, sums)
             coordinator = FromCoordinator(
                 silos,
                 cache,
@@ -96,6 +100,8 @@ class Relay:
                 config.heartbeat,
                 trunk.send,
                 lambda: [held.bearer for held in forwarding.all()],
+                name,
+                sums,
             )
             callers = CertifiedCallers(config.credentials, load_credentials(config.credentials).ca, time.time)
             receipts = Receipts(identity, lambda: (0, ""), time.time)
@@ -111,14 +117,18 @@ class Relay:
                 threads,
                 config.heartbeat,
                 config.patience,
+                name,
+                sums,
             )
             server, behind = self._serve(service, callers, relayed)
             page = RelayPage(config.state, config.credentials, silos, trunk, forwarding)
             try:
                 async with AsyncExitStack() as stack:
                     self.metrics_port = await stack.enter_async_context(monitored(config.metrics, page))
+                    sums.recover()
                     for held in spool.recover():
                         forwarding.start(held, fresh=False)
+                    sums.start()
                     if len(forwarding):
                         log.info("%d updates are held, and handed on", len(forwarding))
                     await server.start()
@@ -136,6 +146,7 @@ class Relay:
                 behind.end_all()
                 await server.stop(STOP_SECONDS)
                 await forwarding.close()
+                await sums.close()
                 threads.shutdown(wait=True)
 
     def _serve(

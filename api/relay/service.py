@@ -22,7 +22,9 @@ from roundtable.proto.pieces import Piece
 from roundtable.relay.cache import RegionCache
 from roundtable.relay.forwarding import Forwarding, for_silo
 from roundtable.relay.held_updates import MOST_HELD, RelaySpool, key_of
-from roundtable.relay.silos import Silo, Silos, fits
+from roundtable.relay.relay_sums import RelaySums
+from roundtable.relay.silos import Silo, Silos, asked_of, fits
+from roundtable.relay.sum_orders import SumTerms, speaks_itself
 from roundtable.relay.trunk import Trunk
 from roundtable.server.auth.access import LINES_A_SECOND, LINES_AT_ONCE, Context, Refusal, caller, principal
 from roundtable.server.auth.rate_limit import RateLimit
@@ -61,7 +63,11 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         threads: ThreadPoolExecutor,
         heartbeat: float,
         patience: float,
+        name: str,
+        sums: RelaySums,
     ) -> None:
+        self._name = name
+        self._sums = sums
         self._silos = silos
         self._relayed = relayed
         self._borne: dict[str, relay_pb2.Bearer] = {}
@@ -192,6 +198,7 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         finally:
             listening.cancel()
             if self._silos.close(silo):
+                self._sums.left()
                 self._trunk.send(relay_pb2.FromRelay(left=silo.name))
 
     def _model(self, digest: str) -> ArtifactName | None:
@@ -232,6 +239,8 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
             if message.heartbeat.state == silo.state:
                 return
             silo.state = message.heartbeat.state
+        elif kind == "failure":
+            self._sums.excused(silo.name, asked_of(message.failure.step))
         elif kind == "maintenance":
             silo.maintained(message.maintenance)
         elif kind == "hello":
@@ -244,10 +253,15 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         return held is not None and held.offer.digest == offer.digest
 
     def _most(self, name: str, offer: UploadOffer) -> int | None:
-        silo, step = self._silos.get(name), offer.at.step
-        if silo is None:
+        silo = self._silos.get(name)
+        return None if silo is None else silo.most_bytes(key_of(name, offer)[1:])
+
+    def _terms(self, silo: Silo | None, offer: UploadOffer) -> SumTerms | None:
+        """How the update is to be added up here; None where it is handed on."""
+        if silo is None or not speaks_itself(self._name, silo.way):
             return None
-        return silo.most_bytes((offer.at.job, step.round, step.attempt, step.phase))
+        order = silo.sum_order(key_of(silo.name, offer)[1:])
+        return order.terms if order is not None else None
 
     async def _take(
         self, name: str, header: agent_pb2.UploadHeader, offer: UploadOffer, parts: AsyncIterator[Part]
@@ -259,6 +273,8 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
             if not state.wanted:
                 return state.receipt
             most = offer.size
+        else:
+            state = agent_pb2.UploadState()
         silo = self._silos.get(name)
         bearer = silo.bearer() if silo is not None else self._borne.get(name)
         if bearer is None:
@@ -270,6 +286,12 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"an update of {offer.size} bytes is more than its model allows ({most}), or "
                 f"{MOST_HELD} updates of this silo are held here already",
+            )
+        terms = self._terms(silo, offer)
+        if state.summed and terms is None and speaks_itself(self._name, bearer.passage.relay):
+            raise Refusal(
+                grpc.StatusCode.UNAVAILABLE,
+                "the job's updates are added up here, and the order for this one is not here yet; come again",
             )
         writer = self._spool.writer(name, offer)
         try:
@@ -283,7 +305,7 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
             await transfer.in_thread(self._threads, writer.finish)
         finally:
             writer.close()
-        held = await transfer.in_thread(self._threads, self._spool.keep, name, header, bearer)
+        held = await transfer.in_thread(self._threads, self._spool.keep, name, header, bearer, terms)
         self._forwarding.start(held, fresh=True)
         return None
 

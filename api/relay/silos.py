@@ -12,7 +12,8 @@ from typing import Any
 from roundtable.client.door import incoming
 from roundtable.client.door.model_names import ArtifactName
 from roundtable.core.errors import ProtocolError
-from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, relay_pb2
+from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, common_pb2, relay_pb2
+from roundtable.relay.sum_orders import SumOrder, sum_order_of
 from roundtable.server.door import to_agents
 
 log = logging.getLogger("roundtable.relay")
@@ -35,6 +36,7 @@ class Silo:
         self._hello = hello
         self._came = time.monotonic()
         self._asked: OrderedDict[Asked, int] = OrderedDict()
+        self._sums: OrderedDict[Asked, SumOrder] = OrderedDict()
         self._models: OrderedDict[str, ArtifactName] = OrderedDict()
 
     def hello(self) -> agent_pb2.FromAgent:
@@ -71,7 +73,18 @@ class Silo:
             _remember(self._models, model.digest, model)
         for hop in decoded.hops:
             _remember(self._models, hop.delta.digest, hop.delta)
+        if (order := sum_order_of(decoded)) is not None:
+            _remember(self._sums, (step.job, step.round, step.attempt, step.phase), order)
         return None if decoded.hops else model
+
+    def sum_order(self, asked: Asked) -> SumOrder | None:
+        """What was said of adding this step's updates up, if they are to be."""
+        return self._sums.get(asked)
+
+    @property
+    def way(self) -> str:
+        """The relays from the silo to the coordinator, as it has signed them."""
+        return str(self._hello.hello.passage.relay)
 
     def most_bytes(self, asked: Asked) -> int | None:
         """How large an update of this step can be; None where no such order is known."""
@@ -130,6 +143,11 @@ class Silos:
 def fits(message: agent_pb2.FromAgent) -> bool:
     """Whether a silo's message can travel with others: a larger one would end the stream of all."""
     return message.ByteSize() <= MAX_MESSAGE_BYTES - 1024
+
+
+def asked_of(step: common_pb2.Step) -> Asked:
+    """The key of a step in a message."""
+    return step.job, step.round, step.attempt, step.phase
 
 
 def _remember(kept: OrderedDict[Any, Any], key: object, value: object) -> None:

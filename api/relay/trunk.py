@@ -35,7 +35,7 @@ class Trunk:
     """The streams of all silos of the region, on one stream to the coordinator.
 
     `joined` is called once the stream stands, `hear` with what the coordinator says on it. `link` gives the
-    coordinator's other calls.
+    coordinator's calls for agents, `relays` those for relays.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Trunk:
         self.coordinator = ""
         self._addresses = itertools.cycle((config.coordinator, *config.standbys))
         self.link = Link()
+        self.relays = Link()
 
     @property
     def stands(self) -> bool:
@@ -99,6 +100,8 @@ class Trunk:
                     outbox = self._outbox = asyncio.Queue()
                     # Its own outbox is for agents' messages, which here travel on the trunk.
                     self.link.attach(agents_stub(channel), asyncio.Queue())
+                    stub: Any = relay_pb2_grpc.RelaysStub(channel)
+                    self.relays.attach(stub, asyncio.Queue())
                     backoff.reset()
                     self._joined()
                     await either(
@@ -110,6 +113,7 @@ class Trunk:
                 finally:
                     self._outbox = None
                     self.link.detach()
+                    self.relays.detach()
                     call.cancel()
         except grpc.aio.AioRpcError as error:
             raise await explain(error, address, credentials) from error

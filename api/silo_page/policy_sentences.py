@@ -58,6 +58,9 @@ _SET: Mapping[str, Callable[[Any], str]] = {
     "max_memory": lambda most: f"Training may hold {most} of main memory.",
     "max_gpus": lambda most: f"Training sees at most {most} GPUs." if most else "Training sees no GPU.",
     "max_gpu_memory": lambda most: f"Training may hold {most} of each GPU's memory.",
+    "relay_sums": lambda _: (
+        "A job whose relays add updates up is refused: this silo's updates go on by themselves."
+    ),
     "hours": lambda span: f"Work begins only at {span}, by this machine's clock.",
     "metrics": lambda which: (
         "Losses and figures leave." if which == "all" else "No loss and no figure leaves."
@@ -70,6 +73,7 @@ _UNSET: Mapping[str, str] = {
     "silo's own updates.",
     "approval": "No person is asked: what the rules allow begins at once.",
     "submitters": "Anybody whom the coordinator lets may submit jobs.",
+    "relay_sums": "A job may have the relay on this silo's way add its update to others before it goes on.",
     "metrics": "Losses and figures of training and evaluation leave, as far as a job lets them.",
     "rounds": "A job may have any number of rounds.",
 }

@@ -33,6 +33,7 @@ _SENTENCES = {
     "and oidc: names",
     "approval": "against everybody: no job runs that nobody here has read",
     "rounds": "against the coordinator: the silo's own ledger counts what left for each job",
+    "relay_sums": "against the relays on this silo's way: none puts a sum of its own making in its place",
     "metrics": "against the coordinator: no metric leaves",
 }
 

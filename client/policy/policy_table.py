@@ -106,6 +106,9 @@ class PolicyTable(Table):
     max_gpu_memory: str | None = Field(
         None, description='most that training may hold of one GPU\'s memory, for example "20GiB"'
     )
+    relay_sums: Literal["allow", "refuse"] = Field(
+        "allow", description="refuse: no jobs whose relays add updates up (regions.sum) before they go on"
+    )
     hours: str | None = Field(None, description='when work may begin, local time, for example "20:00-06:00"')
     metrics: Literal["all", "none"] = Field(
         "all", description="none: no metric and no loss leaves the silo, inside a secure sum neither"

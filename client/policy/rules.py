@@ -50,6 +50,7 @@ class Rules:
             *self._to_submitter(submitter),
             *self._to_size(job),
             *self._to_encoding(job),
+            *self._to_sums(job),
             *privacy_objections(self.policy, job),
             *analysis_objections(self.policy.analyses, job),
             *self._to_time(now),
@@ -155,6 +156,13 @@ class Rules:
             yield (
                 "the job's updates have error feedback ([transfer] feedback), which the ranks of a [cluster] "
                 "do not keep"
+            )
+
+    def _to_sums(self, job: JobConfig) -> Iterator[str]:
+        if job.regions.sum and self.policy.relay_sums == "refuse":
+            yield (
+                "relays add up the job's updates (regions.sum), so that what counts is a relay's word, and "
+                "this silo does not allow that ([policy] relay_sums)"
             )
 
     def _to_time(self, now: datetime) -> Iterator[str]:

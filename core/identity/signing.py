@@ -6,6 +6,7 @@ purpose is none for another. The purposes:
     job         what a submitter asks for: configuration, initial model, request
     vouched     the coordinator's word for whose token asked for a job
     update      a silo's update of one step: its bytes, its weight, the model that it is for
+    sum         a relay's sum of updates: its bytes, and whose updates are in it, with digests and weights
     receipt     what the coordinator did with an update
     seal        the audit log up to an entry
     archive     which entries of the audit log a file of its own holds
@@ -42,6 +43,7 @@ Purpose = Literal[
     "job",
     "vouched",
     "update",
+    "sum",
     "receipt",
     "seal",
     "archive",

@@ -327,7 +327,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "Exchange": {"payload": Tells.COHORT},
     "Withdraw": _of(Tells.PUBLIC, "step reason ended"),
     "UploadReceipt": _of(Tells.PUBLIC, "status reason time signature sealed sealed_hash"),
-    "UploadState": _of(Tells.PUBLIC, "offset wanted receipt"),
+    "UploadState": _of(Tells.PUBLIC, "offset wanted receipt summed"),
     "Welcome": _of(
         Tells.PUBLIC, "version coordinator heartbeat_seconds clock identity revocations clone relay"
     ),

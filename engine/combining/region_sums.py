@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from roundtable.aggregation import AggregationConfig, ClientRow, TensorMatrix
+from roundtable.aggregation import AggregationConfig, ClientRow, TensorMatrix, UpdateMatrix
 from roundtable.aggregation.rules.mean import mean
 from roundtable.aggregation.validation import screen
 from roundtable.aggregation.weighting import row_weights
 from roundtable.core.errors import AggregationError
 from roundtable.engine.combining.received import Mean, RegionModel, Rows
+from roundtable.engine.messages import Update
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def sum_by_region(
     says fail.
     """
     names = [update.client for update in rows.updates]
-    clients = [ClientRow(update.client, update.examples, update.loss) for update in rows.updates]
+    clients = [_row(update) for update in rows.updates]
     screening = screen(rows.matrix, clients, config.validation, None, False)
     excluded = {exclusion.client: exclusion.message for exclusion in screening.excluded}
     place_of = {names[place]: place for place in screening.kept}
@@ -89,6 +90,44 @@ def sum_by_region(
         excluded=excluded,
         regions=after,
     )
+
+
+def parts_of(updates: Sequence[Update]) -> list[tuple[Update, ...]]:
+    """The updates by what was received: each by itself, or those of a relay's sum together.
+
+    Updates are in the order of names, parts in the order of the relays' names or of their silos' own: that of
+    `sum_by_region`, whatever came first.
+    """
+    parts: dict[tuple[str, str], list[Update]] = {}
+    for update in sorted(updates, key=lambda update: update.client):
+        place = (update.relay, update.digest) if update.relay else (update.client, "")
+        parts.setdefault(place, []).append(update)
+    return [
+        tuple(parts[place]) for place in sorted(parts, key=lambda place: (place[0], parts[place][0].client))
+    ]
+
+
+def mean_of_parts(config: AggregationConfig, matrix: UpdateMatrix, parts: Sequence[Sequence[Update]]) -> Mean:
+    """The mean of what relays and silos have sent: row i of `matrix` is the mean of the updates `parts[i]`.
+
+    Each part counts by the weights of its updates. From that of the updates in one sum it differs by float32
+    rounding alone. AggregationError where nothing has any weight.
+    """
+    weights = [row_weights([_row(each) for each in part], config.weighting, config.weights) for part in parts]
+    result = mean(matrix, np.array([part.sum() for part in weights]))
+    total = float(sum(part.sum() for part in weights))
+    updates = [update for part in parts for update in part]
+    shares = np.concatenate(weights) / total
+    return Mean(
+        result.vector,
+        dict(zip((update.client for update in updates), shares.tolist(), strict=True)),
+        examples={update.client: update.examples for update in updates},
+        steps={update.client: update.steps for update in updates if update.steps is not None},
+    )
+
+
+def _row(update: Update) -> ClientRow:
+    return ClientRow(update.client, update.examples, update.loss)
 
 
 def _sum_of(

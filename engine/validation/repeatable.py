@@ -22,6 +22,8 @@ def why_not_repeatable(job: JobConfig) -> str:
             "under secure aggregation no single update is known, and their sum is not kept: what silos check "
             "is that it is over those whom they unmasked"
         )
+    if job.regions.sum:
+        return "relays add their silos' updates up (regions.sum), and the updates themselves are not kept"
     if job.algorithm.work == "by_speed":
         return "how many steps each silo was given follows from its speed, which is not in a round's bundle"
     if job.transfer.automatic:

@@ -50,6 +50,7 @@ from roundtable.engine.validation.round_noise import (
     SiloNoise,
 )
 from roundtable.engine.validation.secure_feasibility import check_bounds, check_secure
+from roundtable.engine.validation.sum_composition import check_relayed_sums
 from roundtable.engine.validation.transfer_composition import check_transfer, thinned
 from roundtable.privacy import (
     Charge,
@@ -208,6 +209,7 @@ def make_plan(
     check_transfer(job, folder)
     check_bounds(job)
     check_kept(job, algorithm)
+    check_relayed_sums(job)
     check_soundness(job, aggregation)
     check_secure(job, aggregation)
     noise = _noise(job, population, slices, spent)

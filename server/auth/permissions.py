@@ -43,6 +43,7 @@ PERMISSIONS: dict[str, Permission] = {
     "Agents/Upload": _AGENTS,
     "Agents/Renew": Permission(frozenset(["agent"]), cost=50.0),
     "Relays/Trunk": Permission(frozenset(["relay"]), cost=20.0),
+    "Relays/Sum": Permission(frozenset(["relay"])),
     "Enrolment/Authority": _ANYBODY,
     "Enrolment/Enroll": _ANYBODY,
     "Operators/Status": _from("viewer"),

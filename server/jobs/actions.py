@@ -11,12 +11,12 @@ from roundtable.engine import messages as m
 from roundtable.server.jobs.aggregate_action import AggregateAction, despite_outages
 from roundtable.server.jobs.background import BackgroundTasks, Timers
 from roundtable.server.jobs.job_account import JobAccount
-from roundtable.server.jobs.job_inbox import JobInbox
+from roundtable.server.jobs.job_inbox import Arrival, JobInbox
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.job_tracking import JobTracking
 from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.step_instructions import StepInstructions
-from roundtable.server.store import ArtifactRow, EventRow, UpdateRow
+from roundtable.server.store import ArtifactRow, EventRow, RelayedSumRow, UpdateRow
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,16 @@ class PendingTransition:
 
     events: list[Told[EventRow]] = field(default_factory=list)
     updates: list[UpdateRow] = field(default_factory=list)
+    sums: list[RelayedSumRow] = field(default_factory=list)
     artifacts: list[ArtifactRow] = field(default_factory=list)
     records: list[Told[dict[str, Any]]] = field(default_factory=list)
     actions: list[m.Action] = field(default_factory=list)
     worth_writing: bool = False
+
+    def hold(self, arrival: Arrival) -> None:
+        """Takes what came with an event that is no update's own row."""
+        self.artifacts.extend(arrival.artifacts)
+        self.sums.extend(arrival.sums)
 
     @property
     def released(self) -> list[tuple[int, int]]:

@@ -93,7 +93,8 @@ class AggregateAction:
         Raises DamagedUpdates for updates that are whole nowhere or are spoiled time and again, for anything
         else DamagedArtifact or DamagedRows.
         """
-        clients = {update.digest: update.client for update in action.updates}
+        # A relay's sum cannot be sent again as it was: the attempt is made again.
+        clients = {update.digest: update.client for update in action.updates if not update.relay}
         for left in range(MENDED_AT_MOST, -1, -1):
             try:
                 return await self._patiently(action)
@@ -105,7 +106,7 @@ class AggregateAction:
                     raise DamagedUpdates(updates) from error
                 if left == 0:
                     raise
-                stored = {*clients, action.model, action.optimizer}
+                stored = {*(each.digest for each in action.updates), action.model, action.optimizer}
                 await self._mend([digest for digest in digests if digest in stored], clients)
                 self._services.alerts.tell(rot_incident(), str(error), self._services.clock(), self._job)
         raise AssertionError("the last try returns or raises")

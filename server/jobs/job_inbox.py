@@ -10,7 +10,7 @@ from typing import Literal
 
 from roundtable.core.errors import UnavailableError
 from roundtable.engine import messages as m
-from roundtable.server.store import ArtifactRow, EventRow, UpdateRow
+from roundtable.server.store import ArtifactRow, EventRow, RelayedSumRow, UpdateRow
 
 Verdict = Literal["wanted", "duplicate", "stale"]
 
@@ -23,8 +23,9 @@ class Arrival:
     """An event, the rows that belong to it, and who waits for it to be durable."""
 
     event: m.Event
-    update: UpdateRow | None = None
+    updates: tuple[UpdateRow, ...] = ()
     artifacts: tuple[ArtifactRow, ...] = ()
+    sums: tuple[RelayedSumRow, ...] = ()
     done: asyncio.Future[Verdict] | None = None
     verdict: Verdict = "wanted"
 
@@ -47,13 +48,18 @@ class JobInbox:
         self._queue.put_nowait(Arrival(event))
 
     async def tell(
-        self, event: m.Event, artifacts: tuple[ArtifactRow, ...] = (), update: UpdateRow | None = None
+        self,
+        event: m.Event,
+        artifacts: tuple[ArtifactRow, ...] = (),
+        updates: tuple[UpdateRow, ...] = (),
+        sums: tuple[RelayedSumRow, ...] = (),
     ) -> Verdict:
-        """Sends an event; returns once it is durable. The verdict is about an update that arrived."""
+        """Sends an event; returns once it is durable. The verdict is about the updates that arrived: "wanted"
+        only if each of them is."""
         if self._closed:
             return "stale"
         done: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(Arrival(event, update, artifacts, done))
+        self._queue.put_nowait(Arrival(event, updates, artifacts, sums, done))
         return await done
 
     async def arrivals(self) -> list[Arrival]:

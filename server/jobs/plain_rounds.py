@@ -9,10 +9,12 @@ from pathlib import Path
 from roundtable.aggregation import rows_in_files
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Encoding, StreamKey, get_encoding
-from roundtable.core.errors import SiteFailure, StorageError
+from roundtable.core.errors import AggregationError, SiteFailure, StorageError
 from roundtable.core.layout import Layout
-from roundtable.engine import Rows
+from roundtable.engine import Mean, Received, Rows
 from roundtable.engine import messages as m
+from roundtable.engine.combining.region_sums import mean_of_parts, parts_of
+from roundtable.engine.validation.round_plan import aggregation_config
 from roundtable.engine.validation.transfer_composition import as_counted
 from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.jobs.job_services import JobServices
@@ -85,14 +87,39 @@ class PlainRounds:
     def permit(self, step: m.Step) -> None:
         return
 
-    async def collect(self, action: m.Aggregate, pay: Pay) -> Rows:
-        """The updates as files, in the order of the action, hashed as they will be read."""
+    async def collect(self, action: m.Aggregate, pay: Pay) -> Received:
+        """The updates as files, in the order of the action, hashed as they will be read; or their mean, where
+        relays add updates up."""
         compute = self._services.compute
-        paths = await asyncio.get_running_loop().run_in_executor(compute, self._paths, action)
+        if self._job.regions.sum:
+            return await asyncio.get_running_loop().run_in_executor(compute, self._mean, action)
+        paths = await asyncio.get_running_loop().run_in_executor(compute, self._paths, action.updates)
         digests = [update.digest for update in action.updates]
         keys = [StreamKey(self._seed, each.client, *asked_in(each, action.step)) for each in action.updates]
         encodings = [self._encoding_of(each) for each in action.updates]
         return Rows(rows_in_files(paths, self._columns, encodings, keys, digests), action.updates)
+
+    def _mean(self, action: m.Aggregate) -> Mean:
+        """The mean of relays' sums and of updates that came by themselves. Blocks. AggregationError for a sum
+        that is damaged here: its relay has nothing any more to send it again from."""
+        parts = parts_of(action.updates)
+        vectors = [part[0] for part in parts]
+        try:
+            paths = self._paths(vectors)
+        except DamagedUpdates as error:
+            lost = {part[0].client for part in parts if part[0].relay}
+            if lost.isdisjoint(error.damaged):
+                raise
+            raise AggregationError(f"a relay's sum is damaged here: {error}") from error
+        sums = get_encoding("float32").over(self._sent)
+        encodings = [sums if each.relay else self._encoding_of(each) for each in vectors]
+        keys = [StreamKey(self._seed, each.client, *asked_in(each, action.step)) for each in vectors]
+        digests = [each.digest for each in vectors]
+        return mean_of_parts(
+            aggregation_config(self._job.aggregation),
+            rows_in_files(paths, self._columns, encodings, keys, digests),
+            parts,
+        )
 
     def _encoding_of(self, update: m.Update) -> Encoding:
         chosen = update.transfer.encoding if update.transfer else ""
@@ -107,10 +134,10 @@ class PlainRounds:
     def close(self, *, forget: bool) -> None:
         return
 
-    def _paths(self, action: m.Aggregate) -> list[Path]:
+    def _paths(self, updates: Sequence[m.Update]) -> list[Path]:
         """The files of the updates. Blocks: with a bucket, those that are not here are fetched."""
         paths, damaged = [], {}
-        for update in action.updates:
+        for update in updates:
             try:
                 paths.append(self._services.artifacts.path(update.digest))
             except DamagedArtifact as error:

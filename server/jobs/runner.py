@@ -245,14 +245,14 @@ class JobRunner:
         client, step = client_of(event), getattr(event, "step", None)
         self._handled = f"{type(event).__name__} of {client}" if client else type(event).__name__
         self._culprit = (client, step) if client and step else None
-        if arrival.update is not None and isinstance(event, (m.UpdateArrived, m.ClientFailed)):
-            arrival.verdict = self._engine.wants(arrival.update.client, event.step)
-            if arrival.verdict != "wanted":
-                return
-            if not self.lost(arrival.update.client, event.step):
-                # What is sent again was written down the first time.
-                batch.updates.append(arrival.update)
-        batch.artifacts.extend(arrival.artifacts)
+        if arrival.updates and isinstance(event, (m.UpdateArrived, m.SumArrived, m.ClientFailed)):
+            for update in arrival.updates:
+                arrival.verdict = self._engine.wants(update.client, event.step)
+                if arrival.verdict != "wanted":
+                    return
+            # What is sent again was written down the first time.
+            batch.updates += [each for each in arrival.updates if not self.lost(each.client, event.step)]
+        batch.hold(arrival)
         batch.worth_writing |= not isinstance(event, _QUIET)
         self._collect(self._engine.handle(event, self._services.clock()), batch)
 
@@ -351,6 +351,7 @@ class JobRunner:
             reason=state.reason,
             events=batch.events,
             updates=batch.updates,
+            sums=batch.sums,
             artifacts=batch.artifacts,
             records=batch.records,
             learnt=self._learnt(batch),

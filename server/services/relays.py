@@ -28,6 +28,7 @@ from roundtable.server.door.from_relays import Bearer, RelayIntroduction, bearer
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import Identity
 from roundtable.server.services.agents import AgentService
+from roundtable.server.services.incoming_sums import IncomingSums
 from roundtable.server.services.lines import Line, shown_in
 
 log = logging.getLogger("roundtable.server.services.relays")
@@ -86,7 +87,10 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
         relayed: RelayedSilos,
         principals: CertifiedCallers,
         version: str,
+        sums: IncomingSums | None = None,
     ) -> None:
+        """Without `sums` none is taken: only the relay that speaks to the coordinator adds updates up."""
+        self._sums = sums
         self._above = above
         self._access = access
         self._relayed = relayed
@@ -122,6 +126,12 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
             if self._trunks.get(name) is trunk:
                 del self._trunks[name]
             log.info("the relay %s is gone", name)
+
+    @override
+    async def Sum(self, requests: AsyncIterator[relay_pb2.SumPart], context: Context) -> relay_pb2.SumReceipt:
+        if self._sums is None:
+            raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "a relay takes no sums: hand the updates on to it")
+        return await self._sums.receive(caller(context), aiter(requests))
 
     def end_all(self) -> None:
         """Ends every stream: the coordinator stops."""

@@ -1,4 +1,6 @@
-"""Receipts: what became of an update, as the coordinator signs it in whichever answer says so.
+"""What is signed about an update: the silo's statement, and the coordinator's receipt in whichever answer.
+
+The statement is checked before a byte is taken, and kept as evidence.
 
 A receipt says what is durable, and is made from that: a silo that has lost an answer asks again, and is given
 one that proves the same. So a proof is not lost with a connection, by chance or on purpose.
@@ -9,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from roundtable.core.errors import IdentityError
 from roundtable.core.identity.credentials import SiloIdentity
-from roundtable.core.identity.signing import sign
+from roundtable.core.identity.signing import sign, verify
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.proto.receipts import receipt_values
 from roundtable.server.door.agent_messages import UploadOffer
+from roundtable.server.jobs.sessions import Identity
+from roundtable.server.store.rows import to_json
 
 Receipt = agent_pb2.UploadReceipt
 
@@ -75,3 +80,37 @@ def settled(decided: tuple[str, str, str, int], update: UploadOffer) -> Outcome:
     return Outcome(
         Receipt.DUPLICATE, f"another update of this step was accepted before: {digest[:12]}", again=True
     )
+
+
+def unsigned(offer: UploadOffer, identity: Identity | None, model: str, client: str, authority: bytes) -> str:
+    """Why the update is not one that this silo has signed for `model`; empty for a silo without an identity.
+
+    `model` is what the silo was asked to train from, "" where that is not known; `authority` is the root's
+    certificate (PEM).
+    """
+    if identity is None:
+        return ""
+    if model and offer.model != model:
+        return f"the update is for the model {offer.model[:12]!r}, and {model[:12]!r} was asked about"
+    values, certificate = {**offer.statement, "client": client}, identity.certificate
+    try:
+        verify(certificate, authority, "agent", "update", values, offer.signature, at=offer.time)
+    except (IdentityError, ValueError) as error:
+        return f"the update is not signed by the silo's identity: {error}"
+    return ""
+
+
+def signed_statement(offer: UploadOffer, identity: Identity | None, client: str) -> str:
+    """What the silo has signed, as JSON in the form of `core.identity.signing.envelope`.
+
+    "" for a silo without an identity, and for what is flawed: it may hold anything, and is not kept.
+    """
+    if identity is None or offer.flaw:
+        return ""
+    document = {
+        "purpose": "update",
+        "statement": {**offer.statement, "client": client},
+        "signature": offer.signature.hex(),
+        "certificate": identity.certificate.decode(),
+    }
+    return to_json(document)

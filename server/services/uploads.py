@@ -29,8 +29,14 @@ from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.sessions import Identity
 from roundtable.server.services import transfer
-from roundtable.server.services.update_statements import signed_statement, unsigned
-from roundtable.server.services.upload_receipts import Outcome, Receipt, Receipts, settled
+from roundtable.server.services.upload_receipts import (
+    Outcome,
+    Receipt,
+    Receipts,
+    settled,
+    signed_statement,
+    unsigned,
+)
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.blobs import BlobWriter
 from roundtable.server.storage.finite_check import ContentCheck, EncodedCheck
@@ -92,11 +98,12 @@ class Uploads:
         """
         if not update.layout:
             return await self._receipt_alone(client, update)
-        offer = await self._consider(client, update)
+        offer = await self.consider(client, update)
         if isinstance(offer, Outcome):
             return agent_pb2.UploadState(receipt=self._receipts.give(client, update, offer))
         received = self._services.artifacts.received(offer.owner, update.digest)
-        return agent_pb2.UploadState(offset=min(received, update.size), wanted=True)
+        summed = offer.runner.job.regions.sum
+        return agent_pb2.UploadState(offset=min(received, update.size), wanted=True, summed=summed)
 
     async def _receipt_alone(self, client: str, update: UploadOffer) -> agent_pb2.UploadState:
         job, step = update.at.job, update.at.step
@@ -118,7 +125,7 @@ class Uploads:
         return self._receipts.give(client, update, outcome)
 
     async def _outcome(self, client: str, update: UploadOffer, parts: AsyncIterator[Part]) -> Outcome:
-        offer = await self._consider(client, update)
+        offer = await self.consider(client, update)
         if isinstance(offer, Outcome):
             return offer
         older = self._active.get(offer.owner)
@@ -141,7 +148,7 @@ class Uploads:
             if self._active.get(offer.owner) is task:
                 del self._active[offer.owner]
 
-    async def _consider(self, client: str, update: UploadOffer) -> Offer | Outcome:
+    async def consider(self, client: str, update: UploadOffer) -> Offer | Outcome:
         """Returns the offer if its bytes are wanted; otherwise what became of it."""
         job, step = update.at.job, update.at.step
         runner = self._jobs.runner(job)
@@ -233,7 +240,7 @@ class Uploads:
         began = time.monotonic()
         problem = await transfer.in_thread(self._threads, check.flaw, writer.path)
         decoded = time.monotonic() - began if isinstance(check, EncodedCheck) else None
-        figures = self._figures(offer, seconds, decoded)
+        figures = self.figures(offer, seconds, decoded)
         if problem:
             writer.forget()
             return await self._reject(offer, "invalid_update", problem)
@@ -249,21 +256,11 @@ class Uploads:
     async def _deliver(self, offer: Offer, artifact: ArtifactRow, figures: TransferFigures) -> Outcome:
         offered, client = offer.update, offer.client
         offer.runner.collection.arrived(client, offered)
-        # What must not be told is not kept: an honest agent does not send it.
-        told = is_told(offer.runner.job.privacy, Tells.SILO)
-        metrics = dict(offered.metrics) if told else {}
-        total, count = metrics.pop("loss", (0.0, 0))
-        loss = total / count if count else None
-        update = m.Update(
-            client,
-            m.BlobReference(artifact.digest),
-            _examples(offer),
-            loss,
-            metrics,
-            transfer=figures,
-        )
+        update = update_in(offer, artifact.digest, figures)
         event = m.UpdateArrived(offer.step, update)
-        verdict = await offer.runner.inbox.tell(event, (artifact,), self._row(offer, update, "accepted", ""))
+        verdict = await offer.runner.inbox.tell(
+            event, (artifact,), (self.row(offer, update, "accepted", ""),)
+        )
         self._begun.pop(offer.owner, None)
         if verdict == "wanted":
             if offer.runner.tells_cohorts:
@@ -273,7 +270,7 @@ class Uploads:
             return Outcome(Receipt.ACCEPTED)
         return await self._settled(client, offered, verdict)
 
-    def _figures(self, offer: Offer, received: float, decoded: float | None) -> TransferFigures:
+    def figures(self, offer: Offer, received: float | None, decoded: float | None) -> TransferFigures:
         """What the update's way took. A part of an upload, or a relay's line, tells nothing of the silo's."""
         update, runner = offer.update, offer.runner
         sent = runner.instructions.take_sent(offer.client)
@@ -313,17 +310,17 @@ class Uploads:
         log.warning("update refused: %s", problem, extra={"job": offer.update.at.job, "site": client})
         failure = _failure(offer, kind, problem)
         update = m.Update(client, m.BlobReference(offer.update.digest), _examples(offer))
-        row = self._row(offer, update, "rejected", problem)
+        row = self.row(offer, update, "rejected", problem)
         self._begun.pop(offer.owner, None)
-        await offer.runner.inbox.tell(m.ClientFailed(step, failure), (), row)
+        await offer.runner.inbox.tell(m.ClientFailed(step, failure), (), (row,))
         return Outcome(Receipt.REJECTED, problem)
 
-    def _row(self, offer: Offer, update: m.Update, receipt: str, reason: str) -> UpdateRow:
+    def row(self, offer: Offer, update: m.Update, receipt: str, reason: str) -> UpdateRow:
         return UpdateRow(
             round=offer.step.round,
             attempt=offer.step.attempt,
             client=offer.client,
-            digest=update.digest,
+            digest=offer.update.digest,
             size=offer.update.size,
             examples=update.examples,
             loss=update.loss,
@@ -333,6 +330,24 @@ class Uploads:
             received=self._services.clock(),
             statement=signed_statement(offer.update, offer.identity, offer.client),
         )
+
+
+def update_in(offer: Offer, digest: str, figures: TransferFigures, relay: str = "") -> m.Update:
+    """The update of an offer as the round takes it; its vector, or that of the sum of `relay` in which it
+    lies, is in the artifact `digest`."""
+    # What must not be told is not kept: an honest agent does not send it.
+    told = is_told(offer.runner.job.privacy, Tells.SILO)
+    metrics = dict(offer.update.metrics) if told else {}
+    total, count = metrics.pop("loss", (0.0, 0))
+    return m.Update(
+        offer.client,
+        m.BlobReference(digest),
+        _examples(offer),
+        total / count if count else None,
+        metrics,
+        transfer=figures,
+        relay=relay,
+    )
 
 
 def _forget_others(artifacts: ArtifactStore, owner: str, digest: str) -> None:

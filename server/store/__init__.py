@@ -9,6 +9,7 @@ from roundtable.server.store.rows import (
     EventRow,
     JobRow,
     LedgerRow,
+    RelayedSumRow,
     UpdateRow,
 )
 
@@ -21,6 +22,7 @@ __all__ = [
     "EventRow",
     "JobRow",
     "LedgerRow",
+    "RelayedSumRow",
     "Transition",
     "UpdateRow",
 ]

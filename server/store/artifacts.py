@@ -107,11 +107,16 @@ def is_readable(connection: Connection, digest: str) -> bool:
 def spent_updates(connection: Connection, job: str, round_number: int, keep: Keep) -> list[str]:
     """Digests of updates of this job up to a committed round, but for those that are to be kept."""
     kept = keep.repeatable(_config(connection, job))
-    query = sa.select(tables.updates.c.digest).where(
-        tables.updates.c.job == job, tables.updates.c.round <= round_number - kept
-    )
     known = sa.select(tables.artifacts.c.digest)
-    return list(connection.execute(query.where(tables.updates.c.digest.in_(known)).distinct()).scalars())
+    received = sa.union(
+        *(
+            sa.select(table.digest).where(
+                table.job == job, table.round <= round_number - kept, table.digest.in_(known)
+            )
+            for table in (tables.updates.c, tables.relayed_sums.c)
+        )
+    )
+    return list(connection.execute(received).scalars())
 
 
 def old_models(connection: Connection, job: str, keep: Keep) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
+from blake3 import blake3
 from sqlalchemy.engine import Connection, Row
 
 from roundtable.core.evidence.audit_log import AuditEntry, entry
@@ -122,7 +123,16 @@ def _evidence(connection: Connection, job: str, record: dict[str, Any]) -> dict[
     combined = combined_updates(connection, job, record)
     if record.get("staleness"):
         shown["asked"] = {update.client: [update.round, update.attempt] for update in combined}
-    return {**shown, "updates": {update.client: update.digest for update in combined}}
+    shown["updates"] = {update.client: update.digest for update in combined}
+    table = tables.relayed_sums.c
+    here = (table.job == job, table.round == record["round"], table.attempt == record["attempt"])
+    if sums := connection.execute(sa.select(table.digest, table.relay, table.statement).where(*here)).all():
+        # Whose updates lie in a sum is in the relay's statement, which this binds.
+        shown["sums"] = {
+            row.digest: {"relay": row.relay, "statement": blake3(row.statement.encode()).hexdigest()}
+            for row in sums
+        }
+    return shown
 
 
 def _last_seal(connection: Connection) -> int:

@@ -13,6 +13,15 @@ from roundtable.server.store.audit import COORDINATOR, append
 from roundtable.server.store.jobs import DELETED, FINAL, stored_job
 
 _AT_ONCE = 500
+_OF_A_JOB = (
+    tables.events,
+    tables.updates,
+    tables.relayed_sums,
+    tables.rounds,
+    tables.job_lines,
+    tables.job_setups,
+    tables.job_clients,
+)
 
 
 def delete_job(connection: Connection, job: str, who: str, now: float, keep: Keep) -> list[str] | None:
@@ -25,14 +34,7 @@ def delete_job(connection: Connection, job: str, who: str, now: float, keep: Kee
     if row.status not in FINAL or row.status == DELETED:
         return None
     digests = artifacts_of(connection, job)
-    for table in (
-        tables.events,
-        tables.updates,
-        tables.rounds,
-        tables.job_lines,
-        tables.job_setups,
-        tables.job_clients,
-    ):
+    for table in _OF_A_JOB:
         connection.execute(sa.delete(table).where(table.c.job == job))
     gone = {"initial_model": "", "model": "", "optimizer": "", "best_model": "", "snapshot": "{}"}
     values = {**gone, "status": DELETED, "reason": f"deleted by {who}", "updated": now}
@@ -55,7 +57,7 @@ def artifacts_of(connection: Connection, job: str) -> list[str]:
     rounds, updates, jobs = tables.rounds.c, tables.updates.c, tables.jobs.c
     had = sa.union(
         *(sa.select(column).where(rounds.job == job) for column in (rounds.model, rounds.optimizer)),
-        sa.select(updates.digest).where(updates.job == job),
+        *(sa.select(table.digest).where(table.job == job) for table in (updates, tables.relayed_sums.c)),
         *(
             sa.select(column).where(jobs.id == job)
             for column in (jobs.initial_model, jobs.model, jobs.optimizer, jobs.best_model)

@@ -19,7 +19,7 @@ from roundtable.server.store.audit import append_rounds
 from roundtable.server.store.database import LeaseLost
 from roundtable.server.store.job_silo_rows import store_clients
 from roundtable.server.store.ledger import settle
-from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, UpdateRow, to_json
+from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, RelayedSumRow, UpdateRow, to_json
 from roundtable.server.store.trust_rows import Party
 
 DELETED = "deleted"
@@ -63,6 +63,7 @@ class Transition:
     reason: str
     events: list[Told[EventRow]] = field(default_factory=list)
     updates: list[UpdateRow] = field(default_factory=list)
+    sums: list[RelayedSumRow] = field(default_factory=list)
     artifacts: list[ArtifactRow] = field(default_factory=list)
     records: list[Told[dict[str, Any]]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
@@ -108,6 +109,10 @@ def apply(connection: Connection, step: Transition) -> None:
     for record in records:
         _insert_record(connection, step.job, record)
     _insert_updates(connection, step.job, step.updates)
+    if step.sums:
+        connection.execute(
+            sa.insert(tables.relayed_sums), [{"job": step.job, **asdict(each)} for each in step.sums]
+        )
     learn(connection, step.learnt)
     store_clients(connection, step.job, step.clients)
     insert_events(connection, step.job, step.events)

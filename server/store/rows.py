@@ -189,6 +189,20 @@ class UpdateRow:
 
 
 @dataclass(frozen=True)
+class RelayedSumRow:
+    """A relay's sum that counts; `statement` is what the relay has signed about it, as JSON. `member` is the
+    first of its silos by name."""
+
+    round: int
+    attempt: int
+    member: str
+    relay: str
+    digest: str
+    received: float
+    statement: str
+
+
+@dataclass(frozen=True)
 class ArtifactRow:
     """A blob on disk that something in the database mentions."""
 

@@ -23,12 +23,8 @@ from sqlalchemy import (
 )
 
 metadata = MetaData(
-    naming_convention={
-        "pk": "pk_%(table_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_name)s",
-        "ix": "ix_%(table_name)s_%(column_0_name)s",
-        "fk": "fk_%(table_name)s_%(column_0_name)s",
-    }
+    naming_convention={"pk": "pk_%(table_name)s"}
+    | {kind: f"{kind}_%(table_name)s_%(column_0_name)s" for kind in ("uq", "ix", "fk")}
 )
 
 DIGEST = String(64)
@@ -200,6 +196,21 @@ updates = Table(
     Column("statement", Text, nullable=False, server_default=""),
 )
 
+relayed_sums = Table(
+    "relayed_sums",
+    metadata,
+    _job(),
+    Column("round", Integer, primary_key=True, autoincrement=False),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    # The first of the silos whose updates are in the sum, by name: no silo is in two sums of an attempt.
+    Column("member", NAME, primary_key=True),
+    Column("relay", NAME, nullable=False),
+    Column("digest", DIGEST, nullable=False, index=True),
+    Column("received", Double, nullable=False),
+    # The relay's signed statement as core.signing.envelope makes it: whose updates, with which digests.
+    Column("statement", Text, nullable=False),
+)
+
 artifacts = Table(
     "artifacts",
     metadata,
@@ -209,9 +220,7 @@ artifacts = Table(
     Column("created", Double, nullable=False),
 )
 
-_SHARED: dict[str, Any] = {
-    dialect: text("silo IN ('', '*')") for dialect in ("sqlite_where", "postgresql_where")
-}
+_SHARED: dict[str, Any] = dict.fromkeys(("sqlite_where", "postgresql_where"), text("silo IN ('', '*')"))
 
 ledger = Table(
     "ledger",

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from roundtable.aggregation import AggregationConfig
 from roundtable.core.algorithms.contract import ClientAlgorithm
-from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerTable
-from roundtable.core.errors import ConfigError, PrivacyError
-from roundtable.core.privacy_table import NoPrivacy
+from roundtable.core.config import JobConfig, ServerOptimizerTable
+from roundtable.core.errors import ConfigError
 from roundtable.engine import Mean, NumberedNames, RegionModel, Rows, sum_by_region
+from roundtable.engine.validation.sum_composition import check_sums
 from roundtable.simulation.backend import World
 from roundtable.simulation.world.config import RegionsTable, regions_table
 
@@ -86,57 +86,21 @@ def _equal(clients: int, count: int) -> dict[str, int]:
 def check_regions(job: JobConfig, algorithm: ClientAlgorithm) -> None:
     """Raises ConfigError or PrivacyError, naming the key, for what cannot be made of sums by region."""
     table = regions_table(job)
+    if table is None and job.regions.sum:
+        raise ConfigError(
+            "regions.sum: which client is behind which relay a simulation is told by [simulation.regions], "
+            "and there is none; add it, or leave regions.sum out"
+        )
     if table is None:
         return
-    if not isinstance(job.privacy, NoPrivacy) or job.privacy.secure_aggregation:
-        raise PrivacyError(
-            f"{NEEDS_SUMS} neither masks nor clipping, noise and its account are made for that; leave out "
-            "[privacy] or the regions"
-        )
-    if job.round.mode == "buffered":
-        raise ConfigError(
-            f'{NEEDS_SUMS} round.mode = "buffered" takes updates one by one; leave one of the two out'
-        )
-    if job.transfer.memory.way == "ef21":
-        raise ConfigError(
-            f'{NEEDS_SUMS} transfer.feedback = "ef21" goes on from what each client has sent; set "on"'
-        )
+    check_sums(job, NEEDS_SUMS)
     if job.simulation.attack.get("name", "label_flip") != "label_flip":
         raise ConfigError(
             f"{NEEDS_SUMS} simulation.attack replaces single updates, knowing all others; label_flip alone "
             "goes with regions"
         )
-    _check_rule(job.aggregation)
     if table.rounds > 1:
         _check_between(job, algorithm)
-
-
-def _check_rule(table: AggregationTable) -> None:
-    """What needs more than each region's mean."""
-    checks = table.validation
-    if table.rule != "mean" or table.pre:
-        key = "aggregation.pre" if table.rule == "mean" else f"aggregation.rule = {table.rule!r}"
-        raise ConfigError(f'{NEEDS_SUMS} {key} looks at single updates; set rule = "mean" without pre')
-    if table.weighting not in ("examples", "uniform"):
-        raise ConfigError(
-            f"{NEEDS_SUMS} aggregation.weighting = {table.weighting!r} is not of the examples alone; set "
-            '"examples" or "uniform"'
-        )
-    ratios = {"norm_ratio": checks.norm_ratio}
-    if table.weighting == "examples":
-        ratios["weight_ratio"] = checks.weight_ratio
-    for key, value in ratios.items():
-        if value != "off":
-            raise ConfigError(
-                f"{NEEDS_SUMS} aggregation.validation.{key} = {value:g} compares each update with the median "
-                'of all regions; set it to "off"'
-            )
-    if checks.max_norm is not None:
-        raise ConfigError(
-            f"{NEEDS_SUMS} aggregation.validation.max_norm looks at single updates; leave it out"
-        )
-    if table.diagnosis:
-        raise ConfigError(f"{NEEDS_SUMS} aggregation.diagnosis compares single updates; set it to false")
 
 
 def _check_between(job: JobConfig, algorithm: ClientAlgorithm) -> None:

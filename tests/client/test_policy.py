@@ -124,6 +124,7 @@ def said(
         ),
         ({"minimum_cohort": 5}, "", "names no cohort.size, and this silo takes part among at least 5"),
         ({"submitters": ["ada"]}, "", "not signed by its submitter"),
+        ({"relay_sums": "refuse"}, "[regions]\nsum = true", "([policy] relay_sums)"),
         ({"hours": "20:00-06:00"}, "", "works from 20:00 to 06:00"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from roundtable.aggregation import AggregationConfig, TensorMatrix
 from roundtable.core.errors import AggregationError, ConfigError, PrivacyError
 from roundtable.engine import Rows, sum_by_region
-from roundtable.engine.messages import RowReference, Update
+from roundtable.engine.combining.region_sums import mean_of_parts, parts_of
+from roundtable.engine.messages import BlobReference, RowReference, Update
 from roundtable.simulation.backend import Work
 from roundtable.simulation.backends.sequential import Sequential
 from roundtable.simulation.simulate import make_world
@@ -137,6 +139,32 @@ def test_a_region_that_is_away_keeps_its_model_and_what_it_counts(data):
             began, naive = model, {}
 
 
+def test_what_relays_send_is_combined_as_regions_are():
+    """Two relays' means and a silo's own update: the bits of three regions, and the flat mean of all five."""
+    chance, config = np.random.default_rng(5), AggregationConfig()
+    vectors = torch.from_numpy(chance.normal(size=(5, 9)).astype(np.float32))
+    members = {"a-silo": ["a-silo"], "east": ["b", "d"], "west": ["c", "e"]}
+    names = ["a-silo", "b", "c", "d", "e"]
+    rows = Rows(TensorMatrix(vectors), [Update(n, RowReference(i), 3 + 7 * i) for i, n in enumerate(names)])
+    regions = sum_by_region(config, rows, members, torch.zeros(9), {}, goes_up=True)
+    relay_of = {"b": "east", "d": "east", "c": "west", "e": "west"}
+    sent = [replace(u, vector=BlobReference(relay_of.get(u.client, "own")), relay=relay_of.get(u.client, ""))
+            for u in rows.updates]  # fmt: skip
+    parts = parts_of(sent[::-1])
+    assert [[update.client for update in part] for part in parts] == [["a-silo"], ["b", "d"], ["c", "e"]]
+    means = [
+        sum_by_region(config, Rows(rows.matrix.select(places), [rows.updates[i] for i in places]),
+                      {"r": [names[i] for i in places]}, torch.zeros(9), {}, goes_up=True).vector
+        for places in ([0], [1, 3], [2, 4])
+    ]  # fmt: skip
+    mean = mean_of_parts(config, TensorMatrix(torch.stack(means)), parts)
+    assert torch.equal(mean.vector, regions.vector)
+    assert mean.weights == pytest.approx(regions.weights)
+    counts = torch.tensor([float(update.examples) for update in rows.updates], dtype=torch.float64)
+    flat = (counts @ vectors.double() / counts.sum()).float()
+    torch.testing.assert_close(mean.vector, flat, rtol=1e-5, atol=1e-6)
+
+
 def test_a_region_without_a_usable_update_is_said(run):
     rows = Rows(TensorMatrix(torch.full((1, 3), torch.inf)), [Update("a", RowReference(0), 4)])
     with pytest.raises(AggregationError, match=r"no region has a usable update.* a: the update holds values"):
@@ -185,6 +213,16 @@ def test_a_region_without_a_usable_update_is_said(run):
             "a step from one global model",
         ),
         ({"transfer": {"down": "bfloat16"}}, ConfigError, "the change of one global model"),
+        (
+            {"regions": {"sum": True}, "simulation__regions": {}},
+            ConfigError,
+            "is told by .simulation.regions",
+        ),
+        (
+            {"regions": {"sum": True}, "transfer": {"up": "int8"}},
+            ConfigError,
+            "transfer.up = 'int8' is more than",
+        ),
     ],
 )
 def test_what_sums_by_region_cannot_do_is_refused_before_round_1(run, settings, error, says):

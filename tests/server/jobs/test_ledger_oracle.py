@@ -205,7 +205,7 @@ class World(RuleBasedStateMachine):
         """Hands an event to the driver, and waits until it is dealt with or the process has died."""
 
         async def told() -> None:
-            task = asyncio.ensure_future(self.inbox.tell(event, (), update))
+            task = asyncio.ensure_future(self.inbox.tell(event, (), (update,) if update else ()))
             await asyncio.wait([task, self.driver], return_when=asyncio.FIRST_COMPLETED)
             task.cancel()
 

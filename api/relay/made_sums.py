@@ -1,0 +1,180 @@
+"""Sums on the relay's disk, each with a signed statement of what is in it, until it is decided about."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from google.protobuf.message import DecodeError
+
+from roundtable.aggregation import ClientRow, rows_in_files
+from roundtable.aggregation.rows.reductions import is_finite
+from roundtable.aggregation.rules.mean import mean
+from roundtable.aggregation.weighting import row_weights
+from roundtable.client.durable_files import append_synced, digest_of, replace_synced
+from roundtable.core.encodings import StreamKey, get_encoding
+from roundtable.core.errors import ResourceError, RoundtableError
+from roundtable.core.failpoints import failpoint
+from roundtable.core.identity.credentials import SiloIdentity
+from roundtable.core.identity.signing import envelope, sign
+from roundtable.proto import MAX_MESSAGE_BYTES, common_pb2, relay_pb2
+from roundtable.proto.receipts import sum_values
+from roundtable.relay.held_updates import Held
+from roundtable.relay.sum_orders import SumTerms
+from roundtable.server.door.from_relays import MOST_MEMBERS, SumOffer, sum_of
+
+log = logging.getLogger("roundtable.relay")
+
+_ROOM = 1 << 16
+"""Of a message, for what is beside the members."""
+
+
+@dataclass(frozen=True)
+class MadeSum:
+    """A sum that is here, whole, and what goes before its bytes."""
+
+    header: relay_pb2.SumHeader
+    offer: SumOffer
+    path: Path
+
+    @property
+    def members(self) -> Mapping[str, str]:
+        """Whose updates are in it, with their digests."""
+        return {silo: update.digest for silo, update in self.offer.members.items()}
+
+
+@dataclass(frozen=True)
+class Summed:
+    """What came of adding up: the sum, if there is one, and updates that are no part of any."""
+
+    made: MadeSum | None
+    odd: Sequence[Held]
+
+
+class SumSpool:
+    """The folder of sums. `log` is beside it: a line for each sum and what became of it, for good."""
+
+    def __init__(self, folder: Path, relay: str, identity: SiloIdentity) -> None:
+        self._folder = folder
+        self._relay = relay
+        self._identity = identity
+        self._log = folder.with_suffix(".jsonl")
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def make(self, held: Sequence[Held], terms: SumTerms) -> Summed:
+        """Adds updates of one step up, in the order of their silos' names; the sum is durable. Blocks.
+
+        Odd are those that are not what the order asks for, or not finite: the coordinator is to judge them.
+        DamagedRows where bytes have changed on this disk, ResourceError for a full one.
+        """
+        fitting, odd = _apart(held, terms)
+        rows = _as_many_as_fit(fitting)
+        if not rows:
+            return Summed(None, odd)
+        vector = _mean(rows, terms)
+        if not is_finite(vector):
+            spoiled = [each for each in rows if not is_finite(_mean([each], terms))]
+            return Summed(None, [*odd, *(spoiled or rows)])
+        values: Any = vector.view(torch.uint8).numpy()
+        data = memoryview(values)
+        step = rows[0].offer.at.step
+        header = relay_pb2.SumHeader(
+            step=rows[0].header.step,
+            content=common_pb2.Artifact(digest=blake3(data).hexdigest(), size=len(data)),
+            members=[relay_pb2.SumMember(silo=each.silo, header=each.header) for each in rows],
+            time=time.time(),
+            certificate=self._identity.certificate,
+        )
+        header.signature = sign(self._identity, "sum", sum_values(self._relay, header))
+        offer = sum_of(header)
+        path = self._folder / f"{_slug(offer)}.sum"
+        replace_synced(path, [data])
+        replace_synced(path.with_suffix(".header"), [header.SerializeToString()])
+        failpoint("updates_summed", step.round, step.phase)
+        return Summed(MadeSum(header, offer, path), odd)
+
+    def remove(self, made: MadeSum, outcome: str) -> None:
+        """The coordinator has decided about it. The statement and the outcome stay in the log. Blocks."""
+        statement = envelope(self._identity, "sum", sum_values(self._relay, made.header))
+        line = {"time": time.time(), "outcome": outcome, "sum": statement}
+        append_synced(self._log, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        made.path.with_suffix(".header").unlink(missing_ok=True)
+        made.path.unlink(missing_ok=True)
+
+    def recover(self) -> list[MadeSum]:
+        """What an earlier process has made; what is damaged or was never whole is made anew."""
+        found = [made for path in sorted(self._folder.glob("*.header")) if (made := self._read(path))]
+        known = {made.path.stem for made in found}
+        for path in self._folder.iterdir():
+            if path.stem not in known:
+                path.unlink()
+        return found
+
+    def _read(self, path: Path) -> MadeSum | None:
+        try:
+            header = relay_pb2.SumHeader.FromString(path.read_bytes())
+            made = MadeSum(header, sum_of(header), path.with_suffix(".sum"))
+            if digest_of(made.path) != made.offer.digest:
+                raise ResourceError("its bytes have changed on this disk")
+        except (OSError, ValueError, DecodeError, RoundtableError) as error:
+            log.warning("the sum %s cannot be read and is made anew: %s", path.stem, error)
+            return None
+        return made
+
+
+def _mean(rows: Sequence[Held], terms: SumTerms) -> torch.Tensor:
+    encoding = get_encoding(terms.encoding)
+    assert encoding.dense_dtype is not None
+    columns = rows[0].offer.size // encoding.dense_dtype.itemsize
+    matrix = rows_in_files(
+        [each.path for each in rows],
+        columns,
+        [encoding] * len(rows),
+        [StreamKey(0, each.silo, each.offer.at.step.round, each.offer.at.step.attempt) for each in rows],
+        [each.offer.digest for each in rows],
+    )
+    clients = [ClientRow(each.silo, each.offer.examples, None) for each in rows]
+    return mean(matrix, row_weights(clients, terms.weighting, {})).vector
+
+
+def _apart(held: Sequence[Held], terms: SumTerms) -> tuple[list[Held], list[Held]]:
+    """Those that can be added up, by name, and the others."""
+    asked = (terms.encoding, terms.layout, terms.model)
+    dense = get_encoding(terms.encoding).dense_dtype
+
+    def sound(each: Held) -> bool:
+        offer = each.offer
+        said = (offer.encoding, offer.layout, offer.model)
+        whole = dense is not None and offer.size > 0 and offer.size % dense.itemsize == 0
+        return whole and said == asked and not offer.flaw and offer.examples >= 1
+
+    usual = Counter(each.offer.size for each in held if sound(each)).most_common(1)
+    fitting = [each for each in held if sound(each) and each.offer.size == usual[0][0]]
+    odd = [each for each in held if each not in fitting]
+    return sorted(fitting, key=lambda each: each.silo), odd
+
+
+def _as_many_as_fit(rows: Sequence[Held]) -> list[Held]:
+    """As many as one message can name."""
+    chosen: list[Held] = []
+    room = MAX_MESSAGE_BYTES - _ROOM
+    for each in rows[:MOST_MEMBERS]:
+        room -= each.header.ByteSize() + len(each.silo) + 16
+        if room < 0 and chosen:
+            break
+        chosen.append(each)
+    return chosen
+
+
+def _slug(offer: SumOffer) -> str:
+    """Part of a file's name: all of it was checked to be words and numbers."""
+    step = offer.at.step
+    return f"{offer.at.job}.{step.round}.{step.attempt}.{step.phase}.{next(iter(offer.members))}"

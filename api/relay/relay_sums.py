@@ -1,0 +1,282 @@
+"""Adds the updates of a region's silos up, step by step, and sends the sums in their place.
+
+A sum is closed once every silo that is connected and was asked has delivered or said that it will not, or
+when its order's time is over; what comes later goes into another one. After a restart what is held is summed
+at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from roundtable.aggregation.rows.row_digests import DamagedRows
+from roundtable.client.agent.connection import PASSING, Backoff, Link
+from roundtable.client.durable_files import digest_of
+from roundtable.core.errors import ResourceError, TransferError
+from roundtable.core.foreign_text import printable
+from roundtable.core.observability.logs import request_metadata, requesting
+from roundtable.proto import CHUNK_BYTES, agent_pb2, common_pb2, relay_pb2
+from roundtable.relay.held_updates import Held
+from roundtable.relay.made_sums import MadeSum, SumSpool
+from roundtable.relay.silos import Asked, Silos
+from roundtable.relay.sum_orders import SumOrder
+from roundtable.server.services import transfer
+
+log = logging.getLogger("roundtable.relay")
+
+DENIALS = 5
+MOST_STEPS = 256
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """An update that is held, and who waits for what becomes of it: a receipt, or None to hand it on."""
+
+    held: Held
+    outcome: asyncio.Future[agent_pb2.UploadReceipt | None]
+
+
+class _StepSums:
+    """One step: who was asked and has not answered, what waits to be added up, what was made of it."""
+
+    def __init__(self) -> None:
+        self.awaited: set[str] = set()
+        self.closes = 0.0
+        self.waiting: dict[str, _Waiting] = {}
+        self.made: list[MadeSum] = []
+        self.changed = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def settle(self, silo: str, digest: str, receipt: agent_pb2.UploadReceipt | None) -> None:
+        """Tells who waits for this update of a silo; of another one nothing was decided."""
+        waits = self.waiting.get(silo)
+        if waits is not None and waits.held.offer.digest == digest:
+            del self.waiting[silo]
+            if not waits.outcome.done():
+                waits.outcome.set_result(receipt)
+
+
+class RelaySums:
+    """The sums of all steps. `link` gives the coordinator's calls for relays; `vouch` shows it again that the
+    relay may speak for an update's silo."""
+
+    def __init__(
+        self,
+        link: Link,
+        spool: SumSpool,
+        silos: Silos,
+        vouch: Callable[[Held], None],
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self._link = link
+        self._spool = spool
+        self._silos = silos
+        self._vouch = vouch
+        self._threads = threads
+        self._steps: OrderedDict[Asked, _StepSums] = OrderedDict()
+
+    def recover(self) -> None:
+        """Takes up the sums that an earlier process has made. Blocks."""
+        for made in self._spool.recover():
+            at = made.offer.at
+            self._step((at.job, at.step.round, at.step.attempt, at.step.phase)).made.append(made)
+
+    def start(self) -> None:
+        """Sends what was taken up."""
+        for step in list(self._steps.values()):
+            self._go_on(step)
+
+    def ordered(self, silo: str, asked: Asked, order: SumOrder) -> None:
+        """A silo was asked for an update of this step; the first order says when its sum is closed."""
+        step = self._step(asked)
+        step.closes = step.closes or time.monotonic() + order.seconds
+        if silo not in step.waiting:
+            step.awaited.add(silo)
+
+    def excused(self, silo: str, asked: Asked) -> None:
+        """The silo will not deliver: it has said so, or is asked for it no more."""
+        if (step := self._steps.get(asked)) is not None:
+            step.awaited.discard(silo)
+            step.changed.set()
+
+    def left(self) -> None:
+        """A silo's stream has ended: it is not waited for before it is back."""
+        for step in self._steps.values():
+            step.changed.set()
+
+    async def outcome(self, held: Held) -> agent_pb2.UploadReceipt | None:
+        """The coordinator's receipt for an update that was added up; None for one that is to be handed on.
+
+        TransferError where it was damaged here.
+        """
+        if held.terms is None:
+            return None
+        at = held.offer.at
+        step = self._step((at.job, at.step.round, at.step.attempt, at.step.phase))
+        future: asyncio.Future[agent_pb2.UploadReceipt | None] = asyncio.get_running_loop().create_future()
+        waits = step.waiting[held.silo] = _Waiting(held, future)
+        step.awaited.discard(held.silo)
+        step.changed.set()
+        self._go_on(step)
+        try:
+            return await future
+        finally:
+            if step.waiting.get(held.silo) is waits:
+                del step.waiting[held.silo]
+
+    async def close(self) -> None:
+        """Ends all work; what is held is added up after the next start."""
+        tasks = [step.task for step in self._steps.values() if step.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _step(self, asked: Asked) -> _StepSums:
+        step = self._steps.setdefault(asked, _StepSums())
+        self._steps.move_to_end(asked)
+        idle = [key for key, each in self._steps.items() if not each.waiting and not each.made]
+        for key in idle[: max(0, len(self._steps) - MOST_STEPS)]:
+            if key != asked:
+                del self._steps[key]
+        return step
+
+    def _go_on(self, step: _StepSums) -> None:
+        if (step.waiting or step.made) and (step.task is None or step.task.done()):
+            step.task = asyncio.create_task(self._work(step))
+
+    async def _work(self, step: _StepSums) -> None:
+        try:
+            while step.waiting or step.made:
+                if not step.made:
+                    await self._due(step)
+                    await self._make(step)
+                else:
+                    await self._send(step, step.made[0])
+                    step.made.pop(0)
+        except Exception:
+            log.exception("updates cannot be added up, and are handed on as they are")
+            step.made.clear()
+            for silo, waits in list(step.waiting.items()):
+                step.settle(silo, waits.held.offer.digest, None)
+
+    async def _due(self, step: _StepSums) -> None:
+        """Waits until a sum is to be closed."""
+        while step.waiting:
+            left = step.closes - time.monotonic()
+            if left <= 0 or not any(self._silos.get(silo) for silo in step.awaited):
+                return
+            step.changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await step.changed.wait()
+
+    async def _make(self, step: _StepSums) -> None:
+        here = [waits.held for waits in step.waiting.values()]
+        if not here or here[0].terms is None:
+            return
+        try:
+            summed = await transfer.in_thread(self._threads, self._spool.make, here, here[0].terms)
+        except DamagedRows as error:
+            for silo, waits in list(step.waiting.items()):
+                if waits.held.offer.digest in error.digests:
+                    del step.waiting[silo]
+                    waits.outcome.set_exception(
+                        TransferError("the update was damaged at the relay; send it again")
+                    )
+            return
+        except ResourceError as error:
+            log.error("%s; trying again", error)
+            await asyncio.sleep(1.0)
+            return
+        for each in summed.odd:
+            log.warning("the update of %s cannot be added up, and is handed on", each.silo)
+            step.settle(each.silo, each.offer.digest, None)
+        if summed.made is not None:
+            step.made.append(summed.made)
+
+    async def _send(self, step: _StepSums, made: MadeSum) -> None:
+        """Sends a sum until the coordinator has decided about it, and tells those who wait."""
+        if made.path.exists():
+            receipt = await self._until_decided(step, made)
+        else:
+            receipt = relay_pb2.SumReceipt()
+        if receipt is None:
+            return
+        decided = {each.silo: each.receipt for each in receipt.members if each.silo in made.members}
+        problem = printable(receipt.problem, 500)
+        if not decided and not problem:
+            problem = "the coordinator has decided nothing about it"
+        if problem:
+            log.warning("the sum of %d updates is not taken: %s", len(made.members), problem)
+        outcome = problem or ("taken" if receipt.taken else "made anew without some of its members")
+        await transfer.in_thread(self._threads, self._spool.remove, made, outcome)
+        for silo, digest in made.members.items():
+            if silo in decided or problem:
+                step.settle(silo, digest, decided.get(silo))
+
+    async def _until_decided(self, step: _StepSums, made: MadeSum) -> relay_pb2.SumReceipt | None:
+        """The coordinator's receipt; None where the sum was damaged here, and is made anew."""
+        backoff, denied = Backoff(), 0
+        while True:
+            stub: Any = await self._link.stub()
+            try:
+                with requesting():
+                    answer: relay_pb2.SumReceipt = await stub.Sum(
+                        _parts(made, 0, ask=True), metadata=request_metadata()
+                    )
+                    if not answer.members and not answer.problem:
+                        offset = min(answer.offset, made.offer.size)
+                        answer = await stub.Sum(_parts(made, offset), metadata=request_metadata())
+                return answer
+            except grpc.aio.AioRpcError as error:
+                problem, code = f"{error.details()} ({error.code().name})", error.code()
+                if code is grpc.StatusCode.DATA_LOSS and await self._damaged(made):
+                    await transfer.in_thread(self._threads, self._spool.remove, made, "damaged at the relay")
+                    return None
+                denied += code is grpc.StatusCode.PERMISSION_DENIED
+                if code is grpc.StatusCode.PERMISSION_DENIED and denied < DENIALS:
+                    for waits in step.waiting.values():
+                        self._vouch(waits.held)
+                elif code not in PASSING:
+                    return relay_pb2.SumReceipt(problem=problem)
+            except grpc.aio.UsageError:
+                problem = "the connection was closed meanwhile"
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                problem = "the connection is gone"
+            log.info("the sum of %d updates is sent again: %s", len(made.members), problem)
+            await asyncio.sleep(backoff.next())
+
+    @staticmethod
+    async def _damaged(made: MadeSum) -> bool:
+        return await asyncio.to_thread(digest_of, made.path) != made.offer.digest
+
+
+async def _parts(made: MadeSum, offset: int, *, ask: bool = False) -> AsyncIterator[relay_pb2.SumPart]:
+    header = relay_pb2.SumHeader()
+    header.CopyFrom(made.header)
+    header.offset = offset
+    header.ask = ask
+    yield relay_pb2.SumPart(header=header)
+    if ask:
+        return
+    file = os.open(made.path, os.O_RDONLY)
+    try:
+        while data := await asyncio.to_thread(os.pread, file, CHUNK_BYTES, offset):
+            yield relay_pb2.SumPart(chunk=common_pb2.Chunk(offset=offset, data=data))
+            offset += len(data)
+    finally:
+        os.close(file)

@@ -1,0 +1,70 @@
+"""What a relay reads in an order: whether the job has it add updates up, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+from typing import Any, cast, get_args
+
+from roundtable.aggregation.weighting import Weighting
+from roundtable.client.door.incoming import ModelWork, StepInstruction
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.errors import ConfigError, ProtocolError
+from roundtable.core.identity.signing import PATH_MARK
+
+
+@dataclass(frozen=True)
+class SumTerms:
+    """What updates of one step must be for their relay to add them up."""
+
+    weighting: Weighting
+    encoding: str
+    layout: str
+    model: str
+
+    def plain(self) -> list[str]:
+        """In a JSON-able form."""
+        return list(astuple(self))
+
+    @classmethod
+    def of(cls, plain: Sequence[Any]) -> SumTerms:
+        """From what `plain` gave; ValueError or TypeError for anything else."""
+        weighting, *rest = map(str, plain)
+        if weighting not in get_args(Weighting):
+            raise ValueError(f"{weighting!r} is no weighting")
+        return cls(cast("Weighting", weighting), *rest)
+
+
+@dataclass(frozen=True)
+class SumOrder:
+    """A silo was asked for an update that is to be added up; no later than `seconds` from now."""
+
+    terms: SumTerms
+    seconds: float
+
+
+def sum_order_of(instruction: StepInstruction) -> SumOrder | None:
+    """The order in an instruction; None where updates are to be handed on. ProtocolError for a job that
+    cannot be read."""
+    work = instruction.work
+    if not isinstance(work, ModelWork) or instruction.step.phase != "train":
+        return None
+    try:
+        job = _job(instruction.config)
+    except ConfigError as error:
+        raise ProtocolError(f"the job of {instruction.step} cannot be read: {error}") from error
+    if not job.regions.sum:
+        return None
+    terms = SumTerms(job.aggregation.weighting, job.transfer.up, work.layout, work.model.digest)
+    return SumOrder(terms, job.regions.close * instruction.seconds)
+
+
+def speaks_itself(name: str, way: str) -> bool:
+    """Whether the relay `name` is the last on a silo's way, the one that speaks to the coordinator."""
+    return way.rpartition(PATH_MARK)[2] == name
+
+
+@lru_cache(maxsize=16)
+def _job(config: str) -> JobConfig:
+    return job_from_json(config)

@@ -1,0 +1,206 @@
+"""A relay's sum on its way in: whose updates are in it their own signatures tell, and then come its bytes.
+
+All members count or none. Where something was decided about one of them meanwhile, it came by itself for
+example, the relay is told so and makes the sum anew, so that nobody counts twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import torch
+
+from roundtable.core.errors import IdentityError, TransferError
+from roundtable.core.failpoints import failpoint
+from roundtable.core.identity.signing import verify
+from roundtable.engine import messages as m
+from roundtable.proto import agent_pb2, relay_pb2
+from roundtable.proto.pieces import Piece
+from roundtable.server.auth.access import Refusal
+from roundtable.server.auth.relayed import RelayedSilos
+from roundtable.server.door.from_relays import SumOffer, sum_of
+from roundtable.server.jobs.job_services import JobServices
+from roundtable.server.services import transfer
+from roundtable.server.services.upload_receipts import Outcome, Receipts
+from roundtable.server.services.uploads import Offer, Uploads, update_in
+from roundtable.server.storage.blobs import BlobWriter
+from roundtable.server.storage.finite_check import FiniteCheck
+from roundtable.server.store import ArtifactRow, RelayedSumRow
+from roundtable.server.store.rows import to_json
+
+log = logging.getLogger("roundtable.server.services.incoming_sums")
+
+AT_ONCE = 32
+"""Members whose signatures are checked before others have their turn."""
+MOST_SUMS_AT_ONCE = 8
+Receipt = agent_pb2.UploadReceipt
+
+
+class IncomingSums:
+    """Takes relays' sums for all jobs. `authority` is the root's certificate, by which relays are known."""
+
+    def __init__(
+        self,
+        uploads: Uploads,
+        services: JobServices,
+        relayed: RelayedSilos,
+        receipts: Receipts,
+        threads: ThreadPoolExecutor,
+        authority: bytes,
+    ) -> None:
+        self._uploads = uploads
+        self._services = services
+        self._relayed = relayed
+        self._receipts = receipts
+        self._threads = threads
+        self._authority = authority
+        self._places = asyncio.Semaphore(MOST_SUMS_AT_ONCE)
+
+    async def receive(self, relay: str, parts: AsyncIterator[relay_pb2.SumPart]) -> relay_pb2.SumReceipt:
+        """Takes a whole sum; the receipt says what became of it and of its members, durably.
+
+        Refusal for what is not signed by the relay, or by silos for which it may speak.
+        """
+        first = await anext(parts, None)
+        if first is None or first.WhichOneof("part") != "header":
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a sum begins with its header")
+        offer = sum_of(first.header)
+        self._check_signed(relay, offer)
+        async with self._places:
+            return await self._take(relay, offer, parts)
+
+    def _check_signed(self, relay: str, offer: SumOffer) -> None:
+        values = {**offer.statement, "relay": relay}
+        try:
+            signer = verify(
+                offer.certificate, self._authority, "relay", "sum", values, offer.signature, at=offer.time
+            )
+            if signer != relay:
+                raise IdentityError(f"the sum is signed by {signer!r}")
+            for silo in offer.members:
+                self._relayed.caller(relay, silo)
+        except (IdentityError, ValueError) as error:
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"the sum of {relay!r}: {error}") from error
+
+    async def _take(
+        self, relay: str, offer: SumOffer, parts: AsyncIterator[relay_pb2.SumPart]
+    ) -> relay_pb2.SumReceipt:
+        wanted: list[Offer] = []
+        decided: dict[str, Outcome] = {}
+        for number, (silo, update) in enumerate(offer.members.items(), 1):
+            if silo not in self._services.sessions.identities:
+                raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"{silo!r} has shown no identity here")
+            found = await self._uploads.consider(silo, update)
+            if isinstance(found, Outcome):
+                decided[silo] = found
+            else:
+                wanted.append(found)
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if decided:
+            accepted = [each for each in decided.values() if each.status == Receipt.ACCEPTED]
+            return self._told(offer, decided, taken=len(accepted) == len(offer.members))
+        if problem := _problem(wanted[0], offer):
+            return relay_pb2.SumReceipt(problem=problem)
+        step = wanted[0].step
+        owner = f"{offer.at.job}.{step.round}.{step.attempt}.{relay}.sum"
+        if offer.ask:
+            received = self._services.artifacts.received(owner, offer.digest)
+            return relay_pb2.SumReceipt(offset=min(received, offer.size))
+        check = FiniteCheck(torch.float32)
+        writer = self._services.artifacts.receive(owner, offer.digest, offer.size, check, offer.offset)
+        try:
+            await transfer.in_thread(self._threads, writer.open)
+            await transfer.receive(_pieces(parts, step), writer, offer.size, self._threads)
+            return await self._complete(relay, offer, wanted, writer, check)
+        finally:
+            writer.close()
+
+    async def _complete(
+        self, relay: str, offer: SumOffer, wanted: list[Offer], writer: BlobWriter, check: FiniteCheck
+    ) -> relay_pb2.SumReceipt:
+        """Checks that the bytes are complete, match the digest and are finite; then all members count."""
+        if writer.offset != offer.size:
+            raise Refusal(
+                grpc.StatusCode.ABORTED,
+                f"the sum ended at byte {writer.offset} of {offer.size}; go on from there",
+            )
+        try:
+            writer.check()
+        except TransferError as error:
+            raise Refusal(
+                grpc.StatusCode.DATA_LOSS, f"the sum arrived damaged and was discarded: {error}"
+            ) from error
+        if flaw := check.flaw(writer.path):
+            writer.forget()
+            return relay_pb2.SumReceipt(problem=flaw)
+        threads = self._services.artifacts.threads(self._threads)
+        digest, size = await transfer.in_thread(threads, writer.finish)
+        try:
+            return await self._deliver(relay, offer, wanted, digest, size)
+        finally:
+            self._services.artifacts.unpin([digest])
+
+    async def _deliver(
+        self, relay: str, offer: SumOffer, wanted: list[Offer], digest: str, size: int
+    ) -> relay_pb2.SumReceipt:
+        step, runner, now = wanted[0].step, wanted[0].runner, self._services.clock()
+        reason = f"in the sum {digest[:12]} of the relay {relay}"
+        pairs = [
+            (each, update_in(each, digest, self._uploads.figures(each, None, None), relay)) for each in wanted
+        ]
+        statement = {
+            "purpose": "sum",
+            "statement": {**offer.statement, "relay": relay},
+            "signature": offer.signature.hex(),
+            "certificate": offer.certificate.decode(errors="replace"),
+        }
+        row = RelayedSumRow(
+            step.round, step.attempt, wanted[0].client, relay, digest, now, to_json(statement)
+        )
+        verdict = await runner.inbox.tell(
+            m.SumArrived(step, tuple(update for _, update in pairs)),
+            (ArtifactRow(digest, size, "update", now),),
+            tuple(self._uploads.row(each, update, "accepted", reason) for each, update in pairs),
+            (row,),
+        )
+        if verdict != "wanted":
+            # One of them came by another way meanwhile, or the round is over: the relay asks again.
+            raise Refusal(
+                grpc.StatusCode.UNAVAILABLE, "not all members of the sum are wanted any more: ask again"
+            )
+        log.info("a sum of %d updates by the relay %s", len(wanted), relay, extra={"job": offer.at.job})
+        failpoint("receipt_due", step.round, step.phase)
+        return self._told(offer, {each.client: Outcome(Receipt.ACCEPTED) for each in wanted}, taken=True)
+
+    def _told(self, offer: SumOffer, outcomes: dict[str, Outcome], *, taken: bool) -> relay_pb2.SumReceipt:
+        """The receipts of members, each signed for the silo itself."""
+        members = [
+            relay_pb2.MemberReceipt(
+                silo=silo, receipt=self._receipts.give(silo, offer.members[silo], outcome)
+            )
+            for silo, outcome in outcomes.items()
+        ]
+        return relay_pb2.SumReceipt(taken=taken, members=members)
+
+
+def _problem(member: Offer, offer: SumOffer) -> str:
+    """Why a sum can never be taken, in words; empty if nothing is wrong."""
+    if not member.runner.job.regions.sum:
+        return "the job does not say that relays add its updates up (regions.sum)"
+    expected = 4 * member.runner.layout.sent.size
+    if offer.size != expected:
+        return f"the sum has {offer.size} bytes; the job's updates have {expected} in float32"
+    return ""
+
+
+async def _pieces(parts: AsyncIterator[relay_pb2.SumPart], step: m.Step) -> AsyncIterator[Piece]:
+    async for part in parts:
+        if part.WhichOneof("part") != "chunk":
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "after a sum's header only chunks follow")
+        yield Piece(part.chunk.offset, part.chunk.data)
+        failpoint("update_part", step.round, step.phase)

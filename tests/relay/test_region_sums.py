@@ -1,0 +1,104 @@
+"""Relays that add up, in processes of their own: the model of all silos' updates, whoever is killed when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import SILOS, Federation
+
+from roundtable.core.models import open_model
+
+SUMS = {
+    "rounds": 2,
+    "regions": {"sum": True},
+    "aggregation": {"validation": {"norm_ratio": "off", "weight_ratio": "off"}},
+}
+FLAT = {**SUMS, "regions": {"sum": False}}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Federation]:
+    federation = Federation(tmp_path)
+    try:
+        yield federation
+    finally:
+        federation.close()
+
+
+def model(world: Federation, job: str) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """Waits for the job's end; its model's vector, and its rounds."""
+    detail = world.finish(job)
+    assert detail.job.status == "finished", detail.job.reason
+    rounds = [json.loads(each) for each in detail.history]
+    file = world.folder / f"{job}.safetensors"
+    with world.operator() as operator:
+        operator.get_artifact(detail.job.model.digest, detail.job.model.size, file)
+    return open_model(file).vector, rounds
+
+
+def summed(world: Federation, relay: str = "east") -> list[dict[str, Any]]:
+    """The sums that a relay has made, as its log has them."""
+    path = world.folder / "relays" / f"{relay}" / "sums.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def receipts(world: Federation, silo: str) -> list[dict[str, Any]]:
+    """The coordinator's receipts, as the silo's own log has them."""
+    lines = (world.folder / "silos" / silo / "audit.jsonl").read_text().splitlines()
+    entries = [json.loads(line).get("entry", {}) for line in lines]
+    return [entry["detail"] for entry in entries if entry.get("action") == "receipt"]
+
+
+def flat(world: Federation) -> torch.Tensor:
+    """The model of the same silos where relays hand each update on: bit for bit that of a coordinator without
+    relays, as test_region.py has it."""
+    return model(world, world.submit(world.job(**FLAT), "flat"))[0]
+
+
+@pytest.mark.parametrize("fault", ["2/train/updates_summed", pytest.param("", marks=pytest.mark.slow)])
+def test_a_tree_of_relays_gives_the_flat_sum(world: Federation, fault: str) -> None:
+    """One silo is two relays away and one is one: they are one sum. One connects itself. The relay that adds
+    up is killed once the sum of round 2 is on its disk."""
+    world.coordinator()
+    world.relay("east", fault)
+    world.relay("west", parent=world.relay_ports["east"])
+    world.silo_of("west/east", SILOS[0])
+    world.silo_of("east", SILOS[1])
+    world.agent(SILOS[2])
+    job = world.submit(world.job(**SUMS), "a tree")
+    if fault:
+        assert world.died("east") == -9
+        world.relay("east")
+    through, rounds = model(world, job)
+    world.until(lambda: len(summed(world)) == 2)
+    assert [line["outcome"] for line in summed(world)] == ["taken"] * 2
+    assert summed(world, "west") == []
+    assert all(set(line["sum"]["statement"]["members"]) == set(SILOS[:2]) for line in summed(world))
+    assert all(set(each["contributors"]) == set(SILOS) for each in rounds)
+    # Receipts are the coordinator's own, for the update that the silo itself has signed.
+    world.until(lambda: all(len(receipts(world, silo)) >= 2 for silo in SILOS))
+    assert all(note["signed"] for silo in SILOS for note in receipts(world, silo))
+    torch.testing.assert_close(through, flat(world), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["2/train/update_held", "2/train/receipt_handed_on"])
+def test_a_relay_that_is_killed_counts_nobody_twice(world: Federation, place: str) -> None:
+    world.coordinator()
+    world.relay(fault=place)
+    for silo in SILOS:
+        world.silo_of("east", silo)
+    job = world.submit(world.job(**SUMS), "killed")
+    assert world.died("east") == -9
+    world.relay()
+    through, rounds = model(world, job)
+    assert all(set(each["contributors"]) == set(SILOS) for each in rounds)
+    state = world.folder / "relays" / "east"
+    world.until(lambda: not [*(state / "updates").glob("*.json"), *(state / "sums").iterdir()])
+    torch.testing.assert_close(through, flat(world), rtol=1e-5, atol=1e-7)
