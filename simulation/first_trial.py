@@ -13,9 +13,9 @@ from roundtable.client.first_batch.trial import Trial, try_batch
 from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_document, overridden, read_job
-from roundtable.core.errors import ConfigError, NoExamples, RoundtableError, TaskError
+from roundtable.core.errors import ConfigError, NoExamples, TaskError
 from roundtable.core.initial_model import initial_model
-from roundtable.core.plugins.doors import foreign_frames, foreign_trace
+from roundtable.core.plugins.doors import foreign_trace
 from roundtable.core.task import ArrayTask, Site, Task, load_task
 from roundtable.core.toml import TomlDocument
 from roundtable.simulation.backend import World
@@ -45,11 +45,9 @@ def first_oddities(world: World, partition: SeededPartition) -> list[Oddity]:
     assert first.error is not None
     said = oddities(first, world.job)[0].says
     where = f"each of the {len(tried)} clients that were tried" if len(tried) > 1 else first.client
-    # What we say ourselves of what the task gave, no line of it says better.
-    ours = isinstance(first.error, RoundtableError) and not foreign_frames(first.error)
-    trace = "" if ours else foreign_trace(first.error)
     raise TaskError(
-        f"nothing was trained: the task fails at {where}. {first.client}: {said}\n{trace}".rstrip()
+        f"nothing was trained: the task fails at {where}. {first.client}: {said}\n"
+        f"{foreign_trace(first.error)}".rstrip()
     )
 
 

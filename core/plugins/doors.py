@@ -126,7 +126,12 @@ def foreign_frames(error: BaseException) -> list[ForeignFrame]:
 
 
 def foreign_trace(error: BaseException) -> str:
-    """The traceback from the first of those frames on, and the whole one where there is none."""
+    """The traceback from the first of those frames on, and the whole one where there is none.
+
+    "" for an error of ours without such a frame: what we say ourselves, no line of code says better.
+    """
+    if isinstance(error, RoundtableError) and not foreign_frames(error):
+        return ""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     first = next((place for place, frame in enumerate(frames) if _is_foreign(frame)), 0)
     told = traceback.TracebackException.from_exception(error)

@@ -387,3 +387,14 @@ def test_a_question_that_cannot_be_asked_is_refused_before_anybody_is(tmp_path: 
         survey_job(survey, 2)
     with pytest.raises(ConfigError, match=r"no least and most.*\[columns\.age\]"):
         survey_job(load_survey(tmp_path / "survey.toml", {"columns.age": {"kind": "number"}}), 3)
+
+
+def test_what_every_silo_objects_to_is_said_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    survey = write(tmp_path)
+    survey.write_text(survey.read_text().replace("most = 120", "most = 60"))
+    assert run_command(["analyse", str(survey)]) == 2
+    said = capsys.readouterr().err
+    assert "column 'age' is not between 0 and 60" in said
+    assert "Traceback" not in said
