@@ -45,6 +45,7 @@ from roundtable.server.jobs.privacy_budget import Account
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.store import ArtifactRow, Database, EventRow, JobRow, UpdateRow
 from roundtable.server.store import jobs as store
+from roundtable.server.store.job_silo_rows import clients_of
 from roundtable.server.store.ledger import entries
 
 NAMES = ("ash", "birch", "cedar", "fir", "oak")
@@ -165,8 +166,10 @@ class World(RuleBasedStateMachine):
         [row] = self.wait(self.database.read(store.jobs_in_order))
         records = self.wait(self.database.read(lambda c: store.history(c, "j")))
         sequence = self.wait(self.database.read(lambda c: store.last_sequence(c, "j")))
+        clients = self.wait(self.database.read(lambda c: clients_of(c, "j")))
         history = [record_from_plain(json.loads(record)) for record in records]
-        self.engine = RoundEngine.restore(self.job, row.snapshot["engine"], history)
+        snapshot = {**row.snapshot["engine"], "clients": clients}
+        self.engine = RoundEngine.restore(self.job, snapshot, history)
         for name in NAMES:
             self.engine.handle(m.ClientJoined(m.ClientInfo(name), online=False), 0.0)
         self.pending: list[m.Aggregate | m.Authorize] = []
