@@ -81,13 +81,13 @@ def png_of(figure: Any) -> bytes:
     return data.getvalue()
 
 
-def picture(plot: Any) -> str:
+def picture(plot: Any, told: str = "curves over rounds") -> str:
     """What `plot()` draws as an element of a page; nothing where matplotlib is not installed."""
     try:
         data = base64.b64encode(png_of(plot())).decode()
     except ResourceError:
         return ""
-    return f'<img alt="curves over rounds" src="data:image/png;base64,{data}"/>'
+    return f'<img alt="{told}" src="data:image/png;base64,{data}"/>'
 
 
 def _text(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from roundtable.core.foreign_text import printable
 from roundtable.core.paths import AnyPath
+from roundtable.simulation.reporting.notebook import picture
 from roundtable.simulation.reporting.plots import new_figure
 from roundtable.simulation.world.partition import make_partition
 
@@ -63,6 +65,9 @@ class PartitionReport:
             if len(sizes) > _ROWS:
                 lines.append(f"… and {len(sizes) - _ROWS} more clients")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return picture(self.plot, "labels of each client, and sizes") + f"<pre>{escape(str(self))}</pre>"
 
     def _names(self, most: int) -> list[str]:
         """Of the first clients."""

@@ -12,6 +12,7 @@ from roundtable.core.paths import AnyPath
 from roundtable.simulation.reporting.history import History
 
 COUNTS = ("round", "attempt", "clients", "failed", "excluded", "time", "seconds")
+TRAVELLED = ("up_bytes", "down_bytes", "encoding_error")
 
 
 def new_figure(panels: int) -> tuple[Any, list[Any]]:
@@ -33,7 +34,7 @@ def curves(runs: Mapping[str, Sequence[History]], path: AnyPath | None = None) -
     measured before a round stands at the round that made the model.
     """
     columns = [name for group in runs.values() for run in group for name in run.columns]
-    metrics = [name for name in columns if name not in COUNTS]
+    metrics = [name for name in columns if name not in COUNTS and not _still(name, runs)]
     plain = (name.removeprefix("train_").removeprefix("before_").removeprefix(CENTRAL) for name in metrics)
     names = list(dict.fromkeys(plain)) or ["loss"]
     figure, axes = new_figure(len(names))
@@ -51,6 +52,13 @@ def curves(runs: Mapping[str, Sequence[History]], path: AnyPath | None = None) -
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
+
+
+def _still(name: str, runs: Mapping[str, Sequence[History]]) -> bool:
+    """Whether what travelled was the same in every round of every run: no panel for a level line."""
+    if name not in TRAVELLED:
+        return False
+    return len({row.get(name) for group in runs.values() for run in group for row in run}) == 1
 
 
 def _legend(figure: Any, axes: Sequence[Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from handbook import table_reference
 from handbook.build_site import build
 from handbook.built_site import faults_of
 from handbook.code_reference import metrics_of
+from handbook.notebook_pages import NOTEBOOKS, executed, notebook_page
 from handbook.reference_pages import PAGES
 from handbook.site_sources import DOCS, FROM_THE_TOP, navigation
 from playwright.sync_api import sync_playwright
@@ -71,16 +74,20 @@ def test_every_page_has_one_place_under_one_of_the_four_kinds() -> None:
     places = navigation()
     committed = {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
     pages = Counter(page for _, page in places)
-    assert set(pages) == committed | set(FROM_THE_TOP.values()) | {f"reference/{name}" for name in PAGES}
+    made = {f"reference/{name}" for name in PAGES} | {f"notebooks/{each.stem}.md" for each in NOTEBOOKS}
+    assert set(pages) == committed | set(FROM_THE_TOP.values()) | made
     assert max(pages.values()) == 1
     assert [section for section in dict.fromkeys(section for section, _ in places) if section in KINDS] == [
         kind for kind in KINDS if kind in {section for section, _ in places}
     ]
     for section, page in places:
         folder = page.split("/")[0] if "/" in page else ""
-        assert {"tutorials": "Tutorials", "how-to": "How to", "reference": "Reference"}.get(
-            folder, section
-        ) == section
+        assert {
+            "tutorials": "Tutorials",
+            "notebooks": "Tutorials",
+            "how-to": "How to",
+            "reference": "Reference",
+        }.get(folder, section) == section
 
 
 def test_the_check_finds_each_kind_of_fault(tmp_path: Path) -> None:
@@ -99,6 +106,22 @@ def test_the_check_finds_each_kind_of_fault(tmp_path: Path) -> None:
         "alone.html: nothing leads to it from the start",
         "look.css loads https://cdn/x.png from elsewhere",
     ]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_a_notebook_runs_and_is_stored_without_what_it_shows(notebook: Path) -> None:
+    stored = json.loads(notebook.read_text())
+    code = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
+    assert [cell for cell in code if cell["outputs"] or cell["execution_count"]] == []
+    assert re.match(r"# .+\n\nFor ", "".join(stored["cells"][0]["source"])), "it begins with who needs it"
+    pytest.importorskip("nbclient", reason="the extra docs is not installed")
+    shown = [each for cell in executed(notebook).cells for each in cell.get("outputs", ())]
+    assert len(shown) > 3
+    assert [each for each in shown if each.output_type == "error" or each.get("name") == "stderr"] == []
+    page = notebook_page(notebook)
+    assert page.count("\n```python\n") == len(code)
+    for each in shown:
+        assert each.get("text", "").rstrip() in page
 
 
 def test_the_site_is_built_without_a_fault_and_searched_without_a_network() -> None:

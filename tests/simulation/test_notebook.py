@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from roundtable.simulation import describe_partition
 from roundtable.simulation.reporting.comparison import Comparison, Run
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -51,5 +52,10 @@ def test_results_show_themselves_as_tables_and_pictures(run, monkeypatch):
     assert "&lt;1&gt;" in runs._repr_html_()
     assert "<1>" not in runs._repr_html_()
     assert runs._repr_png_().startswith(PNG)
+    split = describe_partition({"name": "iid"}, [0, 1] * 10, clients=2)
+    assert re.search(r'<img alt="labels.*<pre>2 clients, 20 rows', split._repr_html_())
+    drawn = {axis.get_ylabel() for axis in result.plot().axes}
+    assert "loss" in drawn
+    assert drawn.isdisjoint(("up_bytes", "down_bytes")), "the same in every round: not worth a panel"
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "<img" not in result._repr_html_()

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from environments import ROOT
 
+from handbook.notebook_pages import DOWNLOAD, NOTEBOOKS, notebook_page
 from handbook.reference_pages import PAGES
 
 DOCS = ROOT / "docs"
@@ -29,6 +30,8 @@ def write_sources() -> Path:
     shutil.copytree(DOCS, SOURCES)
     for name, page in FROM_THE_TOP.items():
         (SOURCES / page).write_text((ROOT / name).read_text().replace("](docs/", "]("))
+    for notebook in NOTEBOOKS:
+        (SOURCES / "notebooks" / f"{notebook.stem}.md").write_text(notebook_page(notebook))
     for file in SOURCES.rglob("*.md"):
         file.write_text(_without_links_out(file, file.read_text()))
     reference = SOURCES / "reference"
@@ -55,6 +58,8 @@ def _pages(entries: list[Any], section: str) -> Iterator[tuple[str, str]]:
 def _without_links_out(file: Path, text: str) -> str:
     def kept(found: re.Match[str]) -> str:
         target, _, anchor = found[3].partition("#")
+        if target.endswith(".ipynb") and found[2] != DOWNLOAD:
+            return f"{found[1]}[{found[2]}]({target.removesuffix('.ipynb')}.md)"
         if anchor and "--" in anchor and not re.match(r"[a-z]+:", found[3]):
             # Dashes that stand together are one in the site's anchors, and are kept where sources are shown.
             return f"{found[1]}[{found[2]}]({target}#{re.sub('-+', '-', anchor)})"
