@@ -57,7 +57,16 @@ WRONG_USAGE = 2
 INTERRUPTED = 130
 
 
+def _version(context: click.Context, option: click.Parameter, asked: bool) -> None:
+    if asked and not context.resilient_parsing:
+        context.invoke(version, as_json=False)
+        context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="As `version`."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show detailed logs on standard error.")
 def cli(verbose: bool) -> None:
     """Federated learning for organisations that may not pool their data.

@@ -61,11 +61,14 @@ def test_usage_errors_are_exit_code_2(roundtable: Command) -> None:
         said = roundtable(*line)
         assert said.code == 2, line
         assert "Usage" in said.err
+    role = roundtable("operator", "revoke", "nobody").err.splitlines()[-1]
+    assert role.endswith("Choose from: relay, viewer, data-scientist, operator, admin")
     assert "ROUNDTABLE_COORDINATOR" in roundtable("job", "list").err
     assert "ROUNDTABLE_CREDENTIALS" in roundtable("clients", "list", "--coordinator", "a:1").err
 
 
 def test_version(roundtable: Command) -> None:
+    assert roundtable("--version").out == roundtable("version").out
     found = json.loads(roundtable("version", "--json").out)
     assert (found["roundtable"], found["commit"]) == release()
     migrations = ROOT / "server" / "migrations" / "versions"

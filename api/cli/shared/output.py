@@ -81,7 +81,8 @@ def show_error(error: click.ClickException) -> None:
         say_lines(error.ctx.get_usage(), err=True)
         say(f"Try '{error.ctx.command_path} --help' for help.", err=True)
         say(err=True)
-    say_error(error.format_message())
+    # Click sets choices one on a line, behind tabs.
+    say_error(error.format_message().replace("\n\t", " "))
 
 
 def confirm(question: str) -> None:
