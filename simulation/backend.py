@@ -165,8 +165,10 @@ def can_sum(world: World) -> bool:
     """Whether the aggregate is a weighted mean that nobody has to see single updates for."""
     job = world.job
     table, attack = job.aggregation, job.simulation.attack
+    server = world.algorithm.server()
     return (
-        table.rule == "mean"
+        not (server is not None and server.merges())
+        and table.rule == "mean"
         and not job.transfer.automatic
         and get_encoding(job.transfer.up, world.folder).dense_dtype is not None
         and not table.pre

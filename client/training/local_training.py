@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,12 +104,13 @@ def _train_module(
     by_example = isinstance(job.privacy, ExampleLevel)
     module = module.to(device)
     vector = work.vector[: layout.size]
-    with borrowed(module, layout, vector, work.local):
+    with borrowed(module, layout, vector, work.local), ExitStack() as hooks:
         start = vector if _is_plain(layout) else layout.flatten(module, torch.empty_like(vector))
         parameters = [p for p in module.parameters() if p.requires_grad]
         measure = partial(whole_loss, task, module, data, work, device, execution.before_batch)
         trained = trained_slices(module, layout)
         rules = AlgorithmRound(work, context, trained, measure)
+        hooks.enter_context(rules.algorithm.while_training(rules.round, module))
         batches = RoundBatches(data, work, device)
         correct = make_correction(rules.step, parameters, rules.constants(module, parameters))
         loop = TrainingLoop(task, module, parameters, work, rules, execution)

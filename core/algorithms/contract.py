@@ -12,6 +12,7 @@ job before round 1. The methods are hooks; one that is not overridden costs noth
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, Literal
@@ -220,6 +221,14 @@ class ClientAlgorithm:
         """A model of the client's own beside the round's; after `begin`."""
         return None
 
+    def while_training(self, round: ClientRound, module: nn.Module) -> AbstractContextManager[None]:
+        """Entered with the model as received in `module`, left after the last step, or when one fails.
+
+        It may set weights that are trained, and put into the module what it takes out again; the update is
+        from the model as received.
+        """
+        return nullcontext()
+
     def before_gradient(self, work: GradientWork) -> Tensor | None:
         """Before the gradient of each step is made; or, where it gives a loss, in the place of that."""
         return None
@@ -240,7 +249,7 @@ class ClientAlgorithm:
 
     def hooked(self) -> str | None:
         """The hook by which it changes a step in a way that `step` does not say; None if there is none."""
-        for name in ("before_gradient", "after_gradient"):
+        for name in ("while_training", "before_gradient", "after_gradient"):
             if getattr(type(self), name) is not getattr(ClientAlgorithm, name):
                 return name
         return None
@@ -305,6 +314,32 @@ class Moved:
     told: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class FactorRows:
+    """Low-rank factors of one ΔW = s B A, as the clients of a round ended with them; float64.
+
+    downs [n, rank, in] and ups [n, out, rank] of single clients, zero behind a client's own rank; shares [n]
+    of the mean, of sum 1; down [rank, in] and up [out, rank] are what the round began with.
+    """
+
+    downs: Tensor
+    ups: Tensor
+    shares: Tensor
+    down: Tensor
+    up: Tensor
+
+
+@dataclass(frozen=True)
+class MergedFactors:
+    """The factors [rank, in] and [out, rank] after a round. lost: ‖error‖² of merging, squared Frobenius norm
+    of B A beside the exact product; moved: of the exact product's change in the round."""
+
+    down: Tensor
+    up: Tensor
+    lost: float
+    moved: float
+
+
 class ServerAlgorithm:
     """The server's part of an algorithm."""
 
@@ -315,3 +350,15 @@ class ServerAlgorithm:
     def step(self, round: ServerRound) -> Moved:
         """The new model. The arguments must be left alone: a round may be repeated."""
         return Moved(round.optimize(round.update))
+
+    def check_factors(self, ranks: Sequence[int]) -> None:
+        """Raises ConfigError where it cannot merge factors of these ranks; asked before round 1."""
+
+    def merge(self, factors: FactorRows) -> MergedFactors:
+        """For each pair of low-rank factors, in the place of their means. All else is averaged."""
+        raise NotImplementedError
+
+    @classmethod
+    def merges(cls) -> bool:
+        """Whether it does: then single clients' factors must be known where updates are combined."""
+        return cls.merge is not ServerAlgorithm.merge

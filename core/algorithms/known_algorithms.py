@@ -21,6 +21,9 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from roundtable.core.algorithms.analysis import Analysis
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.cyclic import Cyclic
+from roundtable.core.algorithms.factors.flexlora import FlexLora
+from roundtable.core.algorithms.factors.flora import Flora
+from roundtable.core.algorithms.factors.hetlora import HetLora
 from roundtable.core.algorithms.fedavg import FedAvg
 from roundtable.core.algorithms.feddyn import FedDyn
 from roundtable.core.algorithms.fedexp import FedExp
@@ -52,6 +55,7 @@ _HOOKS = {
     "local_tensors": ("model",),
     "resting": ("model",),
     "begin": ("round",),
+    "while_training": ("round", "module"),
     "before_gradient": ("work",),
     "after_gradient": ("work",),
     "end": ("round", "update", "steps"),
@@ -81,8 +85,10 @@ BUILTINS: Mapping[str, type[ClientAlgorithm]] = {
     "lg_fedavg": LgFedAvg,
     "fedbn": FedBn,
 }
-"""The algorithms that train."""
-_ALL = {**BUILTINS, "analysis": Analysis}
+"""The algorithms that train any model."""
+FACTORED: Mapping[str, type[ClientAlgorithm]] = {"flora": Flora, "flexlora": FlexLora, "hetlora": HetLora}
+"""Those that train low-rank factors."""
+_ALL: Mapping[str, type[ClientAlgorithm]] = {**BUILTINS, **FACTORED, "analysis": Analysis}
 
 
 class UnreadTable(AlgorithmTable):
@@ -170,7 +176,7 @@ def _explained(table: type[AlgorithmTable], name: str, mistake: Any) -> InitErro
     """A mistake of pydantic's, in our words where it is about a key that is missing or too many."""
     place, key = mistake["loc"], str(mistake["loc"][-1]) if mistake["loc"] else ""
     if mistake["type"] == "extra_forbidden":
-        owners = [repr(other) for other, kind in BUILTINS.items() if key in kind.Table.model_fields]
+        owners = [repr(other) for other, kind in _ALL.items() if key in kind.Table.model_fields]
         if owners:
             said = f"belongs to name = {' or '.join(owners)}, and this table has name = {name!r}"
             return _mistake(place, mistake["input"], said)

@@ -22,7 +22,7 @@ from roundtable.core.errors import AggregationError
 from roundtable.core.model_delta import published
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
-from roundtable.engine.combining.factor_merge import merge_error
+from roundtable.engine.combining.factor_merge import merge_error, merged
 from roundtable.engine.combining.noisy_sums import with_correlated_noise, with_fresh_noise
 from roundtable.engine.combining.received import GroupMeans, Mean, Received, Rows
 from roundtable.engine.combining.round_delta import RoundAccount, RoundDelta
@@ -111,7 +111,11 @@ def combine(
     delta = _delta_of(plan, received, state, round, seed, noise, diagnose, root_update)
     lost: Mapping[str, tuple[float, int]] = {}
     if isinstance(received, Rows):
-        lost = merge_error(plan.factors, received, delta.account.weights, model)
+        shares = delta.account.weights
+        if plan.server is not None and plan.server.algorithm.merges():
+            lost = merged(plan.server.algorithm, plan.factors, received, shares, model, delta.vector)
+        else:
+            lost = merge_error(plan.factors, received, shares, model)
     if plan.estimates:
         delta = _estimated(delta, received, state)
     if plan.thinned is not None:  # After the noise, which hides what was clipped, and not d/k times that.

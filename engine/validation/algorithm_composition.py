@@ -47,6 +47,7 @@ def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
             'steps; set work = "equal", or name = "fednova", "scaffold" or "feddyn", which take that out'
         )
     _check_round(job, algorithm, f"{said}{why}")
+    _check_merging(job, algorithm, said)
     if not composition.adaptive_clipping:
         _check_known_bound(job, said)
     if algorithm.places and algorithm.server() is None:
@@ -83,6 +84,21 @@ def _check_round(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
             f"evaluation.every and {said}: its metrics would be of what stays at a silo, which no noise "
             "protects; set evaluation.every = 0"
         )
+
+
+def _check_merging(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
+    """Factors that are merged one client by one must come as they are, and go down so."""
+    server = algorithm.server()
+    if server is None or not server.merges():
+        return
+    for key, value in (("up", job.transfer.up), ("down", job.transfer.down)):
+        if value != "float32":
+            raise ConfigError(
+                f"transfer.{key} = {value!r} and {said}: the factors of a round are others than those of the "
+                "last one, as an SVD or a fresh start gives them, so what is rounded is no small change; "
+                f'set transfer.{key} = "float32"',
+                key=("transfer", key),
+            )
 
 
 def check_exact(job: JobConfig, said: str) -> None:

@@ -14,13 +14,13 @@ from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_opti
 from roundtable.aggregation.foreign_optimizer import find_optimizer
 from roundtable.aggregation.optimizers import OPTIMIZERS
 from roundtable.core.algorithms.contract import AlgorithmPlace, ServerAlgorithm
+from roundtable.core.algorithms.factors.factor_pairs import FactorPair, factor_pairs
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerTable
 from roundtable.core.encodings import Encoding
 from roundtable.core.encodings.composed.common_rank import CommonRank
 from roundtable.core.encodings.sparse import RandomK
 from roundtable.core.errors import ConfigError
-from roundtable.core.foundation.factor_pairs import FactorPair, factor_pairs
 from roundtable.core.job_tables.discounts import Discount, constant
 from roundtable.core.layout import Layout
 from roundtable.core.privacy_table import (
@@ -98,7 +98,7 @@ class Plan:
     how the change from model to model is encoded; None where silos get the exact model. `estimates`: silos
     send differences from what they have sent (EF21). `thinned` multiplies what is published by d/k, after the
     noise. `common`: updates are factors by a basis that lies behind the model. `factors` are pairs of
-    low-rank factors whose merging is measured.
+    low-rank factors that are merged by the algorithm, or whose averaging is measured.
     """
 
     aggregation: AggregationConfig
@@ -126,7 +126,10 @@ class Plan:
                 key=("transfer", "up"),
             )
         down = None if self.down is None else self.down.over(layout)
-        return replace(self, down=down, common=common, factors=self._factors_in(layout))
+        pairs = self._factors_in(layout)
+        if self.server is not None and self.server.algorithm.merges():
+            self.server.algorithm.check_factors([pair.rank for pair in pairs])
+        return replace(self, down=down, common=common, factors=pairs)
 
     def _factors_in(self, layout: Layout) -> tuple[FactorPair, ...]:
         """None where the aggregate is not the weighted mean of updates as they came, or noise is to hide

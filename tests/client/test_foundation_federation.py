@@ -13,7 +13,11 @@ from federation import agents, federation_of, run_job, silo
 from tiny_bases import POSITIONS, sentences, write_base
 
 from roundtable.cli.main import run
-from roundtable.core import JobConfig, load_task
+from roundtable.core import JobConfig, Site, initial_state, load_task
+from roundtable.core.algorithms.contract import ClientRound
+from roundtable.core.algorithms.factors.factor_pairs import factor_pairs
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import RoundtableError
 from roundtable.core.identity.credentials import issue
 from roundtable.core.initial_model import initial_model
@@ -126,3 +130,84 @@ def test_what_single_rows_have_no_gradient_of_is_refused(folder: Path) -> None:
     )
     with pytest.raises(RoundtableError, match=r"lora_magnitude_vector\.default \(DoraLinearLayer\)"):
         simulate(job, folder=folder)
+
+
+def pairs_of(result: Any) -> Any:
+    return factor_pairs(result.model.layout)
+
+
+RANKS = {"client-0": 1, "client-1": 2, "client-2": 4}
+
+
+def mixed(folder: Path, name: str, backend: str = "sequential", rank: int = 8, **own: Any) -> Any:
+    tables = {"simulation": {"clients": 4, "backend": backend, "workers": 2}, "cohort": {"size": 4}}
+    algorithm = {"name": name, "ranks": RANKS, "batch_size": 2, "learning_rate": 0.02, **own}
+    task = {"name": "toy", "rank": rank, "alpha": 2.0 * rank}
+    job = {**TABLE, **tables, "rounds": 2, "algorithm": algorithm, "task": task}
+    return simulate(JobConfig.model_validate(job), folder=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flora", "flexlora", "hetlora"])
+def test_silos_of_different_ranks_learn_one_model(folder: Path, name: str) -> None:
+    result = mixed(folder, name)
+    perplexities = [record["token_perplexity"] for record in result.history]
+    assert perplexities[-1] < perplexities[0] < 250
+    assert all(0 <= record["train_merge_error"] < 1.5 for record in result.history)
+    again = mixed(folder, name, "processes")
+    assert torch.equal(again.model.vector, result.model.vector)
+    recorded = mixed(folder, name, "vectorised")
+    torch.testing.assert_close(recorded.model.vector, result.model.vector, rtol=1e-5, atol=1e-6)
+    assert "while_training" in recorded.backend
+
+
+def test_a_rank_that_holds_all_products_loses_nothing(folder: Path) -> None:
+    """FLoRA in two rounds of 1 + 2 + 4 + 8 rows each, at a rank of 32, which is the matrices'."""
+    ranks = {**RANKS, "client-3": 8}
+    result = mixed(folder, "flora", rank=32, ranks=ranks)
+    assert [record["train_merge_error"] for record in result.history] == pytest.approx([0, 0], abs=1e-6)
+    pairs = pairs_of(result)
+    one = mixed(folder, "flora", rank=32, ranks=dict.fromkeys(ranks, 1) | {"client-3": 1})
+    for pair in pairs:
+        for model, most in ((result.model, 2 * 15), (one.model, 2 * 4)):
+            (down,), (up,) = pair.factors(model.vector[None], 0)
+            values = torch.linalg.svdvals((up @ down).double())
+            assert int((values > 1e-6 * values[0]).sum()) <= most
+
+
+def test_flora_trains_over_the_whole_product(folder: Path) -> None:
+    """With a step that is too small to matter, a round gives back the ΔW that it began with, and the loss of
+    training is that of the model with it."""
+    job = JobConfig.model_validate(TABLE)
+    task: Any = load_task("toy.py", folder)
+    start = initial_model(job, task)
+    chance = torch.Generator().manual_seed(0)
+    model = replace(start, vector=torch.randn(start.layout.size, generator=chance) * 0.3)
+    module: Any = initial_state(task, 0)
+    model.layout.load(module, model.vector)
+    data = task.data(Site("client-0", options={"seed": 0}))[0]
+    batch = tuple(part[:1] for part in data)
+    expected = task.loss(module, batch)
+    algorithm = make_algorithm(JobConfig.model_validate({**TABLE, "algorithm": {"name": "flora"}}).algorithm)
+    context = Context("j", 1, "client-0")
+    round = ClientRound(context, algorithm.step(), 0.1, model.vector, {}, {}, model.layout, ())
+    with algorithm.while_training(round, module):
+        torch.testing.assert_close(task.loss(module, batch), expected)
+        assert all(not p.any() for name, p in module.named_parameters() if ".lora_B." in name)
+    plain = task.loss(module, batch)
+    assert not torch.allclose(plain, expected)
+    with torch.no_grad(), module.disable_adapter():
+        torch.testing.assert_close(task.loss(module, batch), plain)
+
+
+def test_hetlora_prunes_what_shrinks_and_goes_on_with_the_rest(folder: Path) -> None:
+    """A weight of pruning that outweighs the loss makes every tail shrink; ranks of 4 become 2, then 1."""
+    ranks = dict.fromkeys([*RANKS, "client-3"], 4)
+    result = mixed(folder, "hetlora", gamma=0.5, pruning_weight=1e3, ranks=ranks)
+    kept = mixed(folder, "hetlora", gamma=0.5, ranks=ranks)
+    for made, rank in ((result, 2), (kept, 4)):
+        for pair in pairs_of(made):
+            (down,), (up,) = pair.factors(made.model.vector[None], 0)
+            assert not down[rank:].any()
+            assert not up[:, rank:].any()
+    assert any(pair.factors(kept.model.vector[None], 0)[1][0][:, 2:].any() for pair in pairs_of(kept))

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from roundtable.client.policy.config import AgentTable
 from roundtable.client.policy.health_table import HealthTable
 from roundtable.client.policy.policy_table import TaskTable
-from roundtable.core.algorithms.known_algorithms import BUILTINS
+from roundtable.core.algorithms.known_algorithms import BUILTINS, FACTORED
 from roundtable.core.analyses.questions_table import AnyQuestion
 from roundtable.core.config import JobConfig
 from roundtable.core.privacy_table import NoPrivacy, Private
@@ -33,7 +33,7 @@ from roundtable.relay.config import RelayTable
 from roundtable.server.config import RootTable, ServerConfig
 
 FILES = (JobConfig, AgentTable, ServerConfig, RelayTable, TaskTable, HealthTable, RootTable, ColumnTable)
-CHOICES = (NoPrivacy, *get_args(Private), *(each.Table for each in BUILTINS.values()))
+CHOICES = (NoPrivacy, *get_args(Private), *(each.Table for each in (*BUILTINS.values(), *FACTORED.values())))
 QUESTIONS = get_args(get_args(AnyQuestion)[0])
 KINDS = ["Tutorials", "How to", "Reference", "Explanations"]
 

@@ -11,7 +11,7 @@ from handbook.table_reference import cell, document_page, keys, table_page
 from roundtable.client.policy.config import AgentTable
 from roundtable.client.policy.health_table import HealthTable
 from roundtable.client.policy.policy_table import TaskTable
-from roundtable.core.algorithms.known_algorithms import BUILTINS
+from roundtable.core.algorithms.known_algorithms import BUILTINS, FACTORED
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.analyses.questions_table import AnyQuestion
 from roundtable.core.config import JobConfig
@@ -36,7 +36,7 @@ def job_file() -> list[str]:
         "Beside those of `[algorithm]`, with the algorithm of that name.",
         "",
     ]
-    for name, algorithm in BUILTINS.items():
+    for name, algorithm in {**BUILTINS, **FACTORED}.items():
         own = [key.name for key in keys(algorithm.Table) if key.name not in AlgorithmTable.model_fields]
         if own:
             rows = table_page("algorithm", algorithm.Table, f'`name = "{name}"`', 3)

@@ -12,6 +12,7 @@ import torch
 
 from roundtable.aggregation import TensorMatrix
 from roundtable.core import JobConfig, Layout
+from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.engine import Rows, combine, initial_server_state, make_plan
 from roundtable.engine.messages import RowReference, Update
 
@@ -145,3 +146,94 @@ def test_a_client_without_a_finite_update_is_no_part_of_the_error() -> None:
     states[3]["head.weight"][0, 0] = float("nan")
     states[3]["a.lora_A.default.weight"].fill_(9.0)
     assert merged(states, [1] * 4)[1] == pytest.approx(without)
+
+
+@pytest.mark.parametrize("case", cases("flora", "flexlora", "hetlora"))
+def test_what_is_merged_of_factors_of_different_ranks_is_that_of_the_cases(case: dict[str, Any]) -> None:
+    """In float32 through the whole step, from a ΔW of zero, each client's scale within its B."""
+    expected, clients = case["expected"], case["clients"]
+    weights = [each["weight"] for each in clients]
+    # Of a rank that holds all: FlexLoRA's clients take the first of its rows.
+    rank = sum(each["rank"] for each in clients) if case["method"] == "flora" else 5
+    if case["method"] == "hetlora":
+        rank = max(each["rank"] for each in clients)
+    states = []
+    for each in clients:
+        down, up = torch.tensor(each["A"]), each["scale"] * torch.tensor(each["B"])
+        padded = {DOWN: torch.zeros(rank, down.shape[1]), UP: torch.zeros(up.shape[0], rank)}
+        padded[DOWN][: len(down)], padded[UP][:, : len(down)] = down, up
+        states.append(padded)
+    factors, error = merged(states, weights, algorithm={"name": case["method"]}, **EXACT)
+    delta = torch.tensor(expected["delta"])
+    torch.testing.assert_close(factors[UP] @ factors[DOWN], delta, rtol=1e-5, atol=1e-5)
+    assert error == pytest.approx(expected["relative_error"], rel=1e-6, abs=1e-5)
+    if case["method"] == "flexlora":
+        for each, own in zip(clients, expected["clients"], strict=True):
+            first = factors[UP][:, : each["rank"]] @ factors[DOWN][: each["rank"]]
+            wanted = each["scale"] * torch.tensor(own["B"]) @ torch.tensor(own["A"])
+            torch.testing.assert_close(first, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["flora", "flexlora", "hetlora"])
+def test_merged_factors_are_those_of_matrices_written_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From factors that are not zero, in pieces of a few columns; what is no factor is averaged."""
+    plain = TensorMatrix.blocks
+    monkeypatch.setattr(TensorMatrix, "blocks", lambda self, budget=0: plain(self, 256))
+    begin, *states = random_states(1, 5)
+    weights = [1, 5, 2, 2]
+    flat = Layout.of(begin).flatten(begin)
+    made, error = merged(states, weights, flat, algorithm={"name": name}, **EXACT)
+    shares = [weight / 10 for weight in weights]
+    lost = moved = 0.0
+    for layer in "ab":
+        down, up = f"{layer}.lora_A.default.weight", f"{layer}.lora_B.default.weight"
+        products = [state[up].double() @ state[down].double() for state in states]
+        start = begin[up].double() @ begin[down].double()
+        exact = sum(share * product for share, product in zip(shares, products, strict=True))
+        exact = exact + start if name == "flora" else exact
+        if name == "hetlora":
+            norms = torch.stack([product.norm() for product in products])
+            means = [
+                sum(w * s[n].double() for w, s in zip(norms / norms.sum(), states, strict=True))
+                for n in (up, down)
+            ]
+            wanted = means[0] @ means[1]
+        else:
+            u, values, vt = torch.linalg.svd(exact)
+            rank = len(begin[down])
+            wanted = u[:, :rank] * values[:rank] @ vt[:rank]
+        torch.testing.assert_close((made[up] @ made[down]).double(), wanted, rtol=1e-4, atol=1e-4)
+        lost += float((exact - wanted).square().sum())
+        moved += float((exact - start).square().sum())
+    assert error == pytest.approx((lost / moved) ** 0.5, rel=1e-4)
+    head = sum(share * state["head.weight"] for share, state in zip(shares, states, strict=True))
+    torch.testing.assert_close(made["head.weight"], head)
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"privacy": {"level": "none", "secure_aggregation": True, "clip_norm": 1.0}}, "secure_aggregation"),
+        ({"privacy": {"level": "client", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-3}}, "level"),
+        ({"aggregation": {"rule": "median"}}, "median"),
+        ({"aggregation": {"validation": {"policy": "clip", "max_norm": 1.0}}}, "clip"),
+        (
+            {"aggregation": {"server_optimizer": {"name": "fedadam", "learning_rate": 0.1}}},
+            "server_optimizer",
+        ),
+        ({"round": {"mode": "buffered", "buffer": 2}}, "buffered"),
+        ({"transfer": {"up": "bfloat16"}}, "transfer.up"),
+        ({"transfer": {"down": "int8(block=64)"}}, "transfer.down"),
+        ({"algorithm": {"name": "flora", "ranks": {"silo-0": 9}}}, "silo-0 = 9"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_hides_or_rounds_single_factors_is_refused(tables: dict[str, Any], said: str) -> None:
+    tables = {"evaluation": {"every": 0}, "algorithm": {"name": "flora"}, **tables}
+    with pytest.raises((ConfigError, PrivacyError), match=said):
+        merged(random_states(1, 4), [1] * 4, **tables)
+
+
+def test_a_model_without_pairs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lora_A, lora_B"):
+        merged([{"head.weight": torch.ones(2, 2)}] * 2, [1] * 2, algorithm={"name": "hetlora"})

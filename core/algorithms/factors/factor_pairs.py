@@ -13,8 +13,9 @@ _DOWN, _UP, _MAGNITUDE = ".lora_A.", ".lora_B.", ".lora_magnitude_vector"
 
 @dataclass(frozen=True)
 class FactorPair:
-    """Where the factors of one ΔW lie in the flat vector, and their shapes."""
+    """Where the factors of one ΔW lie in the flat vector, their shapes, and the names of A and B."""
 
+    names: tuple[str, str]
     down: slice
     up: slice
     rank: int
@@ -50,5 +51,5 @@ def factor_pairs(layout: Layout) -> tuple[FactorPair, ...]:
         up = specs.get(name.replace(_DOWN, _UP)) if _DOWN in name else None
         if up is not None and len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1]:
             places = [slice(each.offset, each.offset + each.size) for each in (down, up)]
-            found.append(FactorPair(places[0], places[1], down.shape[0]))
+            found.append(FactorPair((name, up.name), places[0], places[1], down.shape[0]))
     return tuple(sorted(found, key=lambda pair: pair.first))

@@ -1,0 +1,128 @@
+"""What algorithms share in which a client trains so many rows of the low-rank factors as it has a rank.
+
+All vectors have the places of the task's rank; behind a client's own rank A's rows and B's columns are zero.
+There both gradients are zero as well, so that no optimizer without a constant moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from typing_extensions import override
+
+from roundtable.core.algorithms.contract import (
+    ClientAlgorithm,
+    ClientRound,
+    Composition,
+    FactorRows,
+    MergedFactors,
+    ServerAlgorithm,
+)
+from roundtable.core.algorithms.factors.factor_pairs import FactorPair, factor_pairs
+from roundtable.core.algorithms.factors.thin_products import side_by_side, square, stacked
+from roundtable.core.algorithms.table import AlgorithmTable
+from roundtable.core.errors import ConfigError
+
+Product = tuple[Tensor, Tensor]
+"""[out, k] and [k, in], whose product is meant."""
+
+
+class RankTable(AlgorithmTable):
+    """`[algorithm]` of those that take ranks by silo."""
+
+    ranks: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict,
+        description="rank of each silo's own factors by its name, at most the task's rank, which is that of "
+        "silos not named here",
+    )
+
+    @model_validator(mode="after")
+    def _begins_afresh(self) -> Self:
+        if self.optimizer_state == "keep":
+            raise ValueError(
+                f'optimizer_state = "keep" and name = {self.name!r}: the factors of a round are others than '
+                'those that the last one ended with, and what an optimizer kept does not fit; set "drop"'
+            )
+        return self
+
+
+class RankedAlgorithm(ClientAlgorithm):
+    """A client trains the first rows of A and columns of B that it is sent, and zeroes the others."""
+
+    Table = RankTable
+    composition = Composition(
+        own_optimizers=True,
+        schedule=True,
+        masked=False,
+        server_optimizer=False,
+        rules="mean",
+        adaptive_clipping=False,
+        reason="its server merges the factors of single clients, each as that client has trained them",
+    )
+
+    def ranks(self, round: ClientRound, pairs: Sequence[FactorPair]) -> list[int]:
+        """The client's rank of each pair."""
+        assert isinstance(self.table, RankTable)
+        own = self.table.ranks.get(round.context.site)
+        return [pair.rank if own is None else min(own, pair.rank) for pair in pairs]
+
+    @override
+    @contextmanager
+    def while_training(self, round: ClientRound, module: nn.Module) -> Iterator[None]:
+        pairs = factor_pairs(round.layout)
+        with torch.no_grad():
+            for pair, rank in zip(pairs, self.ranks(round, pairs), strict=True):
+                down, up = map(module.get_parameter, pair.names)
+                down[rank:] = 0
+                up[:, rank:] = 0
+        yield
+
+
+class RankedServer(ServerAlgorithm):
+    """Merges pair by pair. `exact` is what loses nothing, `merged` what silos get next."""
+
+    def __init__(self, table: RankTable) -> None:
+        self.table = table
+
+    def exact(self, factors: FactorRows) -> Product:
+        """The exact sum of the round: Σ p_k B_k A_k."""
+        return side_by_side(factors.ups * factors.shares[:, None, None]), stacked(factors.downs)
+
+    def merged(self, factors: FactorRows, exact: Product) -> tuple[Tensor, Tensor]:
+        """A [rank, in] and B [out, rank]."""
+        raise NotImplementedError
+
+    @override
+    def check_factors(self, ranks: Sequence[int]) -> None:
+        if not ranks:
+            raise ConfigError(
+                f"algorithm {self.table.name!r} merges pairs of low-rank factors, and the task's model has "
+                "none of which both travel, as peft names them (lora_A, lora_B): take rt.HuggingFaceTask "
+                'with method = "lora"; FFA-LoRA, DoRA and IA3 go with fedavg',
+                key=("algorithm", "name"),
+            )
+        for name, rank in self.table.ranks.items():
+            if rank > max(ranks):
+                raise ConfigError(
+                    f"algorithm.ranks: {name} = {rank}, and the task's factors have rank {max(ranks)}, which "
+                    "is that of the download: give the task the largest rank of all",
+                    key=("algorithm", "ranks"),
+                )
+
+    @override
+    def merge(self, factors: FactorRows) -> MergedFactors:
+        exact = self.exact(factors)
+        down, up = self.merged(factors, exact)
+        return MergedFactors(
+            down, up, _distance(exact, (up, down)), _distance(exact, (factors.up, factors.down))
+        )
+
+
+def _distance(one: Product, other: Product) -> float:
+    """The squared Frobenius norm of the difference of two products."""
+    return square(torch.cat([one[0], -other[0]], 1), torch.cat([one[1], other[1]], 0))
