@@ -110,12 +110,15 @@ def combine(
     noise = noise or SecureNoise()
     delta = _delta_of(plan, received, state, round, seed, noise, diagnose, root_update)
     lost: Mapping[str, tuple[float, int]] = {}
+    merging = plan.server.algorithm if plan.server is not None and plan.server.algorithm.merges() else None
     if isinstance(received, Rows):
         shares = delta.account.weights
-        if plan.server is not None and plan.server.algorithm.merges():
-            lost = merged(plan.server.algorithm, plan.factors, received, shares, model, delta.vector)
+        if merging is not None:
+            lost = merged(merging, plan.factors, received, shares, model, delta.vector)
         else:
             lost = merge_error(plan.factors, received, shares, model)
+    elif merging is not None:
+        raise AggregationError("the algorithm merges single clients' factors, and a sum of updates has none")
     if plan.estimates:
         delta = _estimated(delta, received, state)
     if plan.thinned is not None:  # After the noise, which hides what was clipped, and not d/k times that.

@@ -91,6 +91,11 @@ def _check_merging(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> Non
     server = algorithm.server()
     if server is None or not server.merges():
         return
+    if job.regions.sum:
+        raise ConfigError(
+            f"regions.sum and {said}: a relay's sum tells no single client's factors; leave regions.sum out",
+            key=("regions", "sum"),
+        )
     for key, value in (("up", job.transfer.up), ("down", job.transfer.down)):
         if value != "float32":
             raise ConfigError(

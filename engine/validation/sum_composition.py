@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import AggregationTable, JobConfig
 from roundtable.core.encodings import get_encoding
 from roundtable.core.encodings.assembly import foreign_stages
@@ -47,12 +46,6 @@ def check_sums(job: JobConfig, needs: str) -> None:
     if job.transfer.memory.way == "ef21":
         raise ConfigError(
             f'{needs} transfer.feedback = "ef21" goes on from what each client has sent; set "on"'
-        )
-    server = make_algorithm(job.algorithm).server()
-    if server is not None and server.merges():
-        raise ConfigError(
-            f"{needs} algorithm.name = {job.algorithm.name!r} merges factors of single clients; leave one "
-            "of the two out"
         )
     _check_rule(job.aggregation, needs)
 

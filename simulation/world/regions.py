@@ -99,6 +99,12 @@ def check_regions(job: JobConfig, algorithm: ClientAlgorithm) -> None:
             f"{NEEDS_SUMS} simulation.attack replaces single updates, knowing all others; label_flip alone "
             "goes with regions"
         )
+    server = algorithm.server()
+    if server is not None and server.merges():
+        raise ConfigError(
+            f"{NEEDS_SUMS} algorithm.name = {job.algorithm.name!r} merges the factors of single clients; "
+            "leave out the regions"
+        )
     if table.rounds > 1:
         _check_between(job, algorithm)
 

@@ -223,6 +223,7 @@ def test_merged_factors_are_those_of_matrices_written_out(name: str, monkeypatch
         ),
         ({"round": {"mode": "buffered", "buffer": 2}}, "buffered"),
         ({"transfer": {"up": "bfloat16"}}, "transfer.up"),
+        ({"regions": {"sum": True}}, "regions.sum"),
         ({"transfer": {"down": "int8(block=64)"}}, "transfer.down"),
         ({"algorithm": {"name": "flora", "ranks": {"silo-0": 9}}}, "silo-0 = 9"),
     ],
