@@ -25,6 +25,7 @@ from roundtable.client.agent.connection import PASSING, Backoff, Link
 from roundtable.client.durable_files import digest_of
 from roundtable.core.errors import ResourceError, TransferError
 from roundtable.core.foreign_text import printable
+from roundtable.core.machine.file_access import PLAIN_READ, read_at
 from roundtable.core.observability.logs import request_metadata, requesting
 from roundtable.proto import CHUNK_BYTES, agent_pb2, common_pb2, relay_pb2
 from roundtable.relay.held_updates import Held
@@ -273,9 +274,9 @@ async def _parts(made: MadeSum, offset: int, *, ask: bool = False) -> AsyncItera
     yield relay_pb2.SumPart(header=header)
     if ask:
         return
-    file = os.open(made.path, os.O_RDONLY)
+    file = os.open(made.path, PLAIN_READ)
     try:
-        while data := await asyncio.to_thread(os.pread, file, CHUNK_BYTES, offset):
+        while data := await asyncio.to_thread(read_at, file, CHUNK_BYTES, offset):
             yield relay_pb2.SumPart(chunk=common_pb2.Chunk(offset=offset, data=data))
             offset += len(data)
     finally:
