@@ -74,16 +74,17 @@ def analyse(
             if report is not None:
                 raise click.UsageError("a report is of a coordinator's silos: give --coordinator")
             findings = _here(survey, file)
+    # First of all: silos answer so many questions a day, and a file may be refused.
+    if as_json:
+        print_json(plain(findings.to_dict()))
+    else:
+        show(findings)
     if csv_file is not None:
         findings.to_csv(csv_file)
     if figure is not None:
         findings.plot(figure)
     if model is not None:
         findings.save_model(model)
-    if as_json:
-        print_json(plain(findings.to_dict()))
-    else:
-        show(findings)
     return 0 if all(not answer.why for answer in findings.answers) else 1
 
 

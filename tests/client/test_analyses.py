@@ -398,3 +398,12 @@ def test_what_every_silo_objects_to_is_said_without_a_traceback(
     said = capsys.readouterr().err
     assert "column 'age' is not between 0 and 60" in said
     assert "Traceback" not in said
+
+
+def test_answers_are_shown_also_where_a_file_of_them_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["analyse", str(write(tmp_path)), "--model", str(tmp_path / "trees.json")]) == 2
+    told = capsys.readouterr()
+    assert "question 1 (describe)" in told.out
+    assert "answers of boosted_trees have" in told.err
