@@ -17,6 +17,8 @@ MIGRATIONS = ROOT / "server" / "migrations" / "versions"
 DATABASES = ROOT / "tests" / "server" / "store" / "databases"
 HEAD = """# Upgrade notes
 
+For operators before an upgrade. At the end you know what changes in the database with each version.
+
 `tools/upgrade_notes.py` writes it from the migrations; what to do: [operator.md](operator.md#upgrade).
 
 - A coordinator brings the tables to its own version when it starts, or when it becomes the active one: all

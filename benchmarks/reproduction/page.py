@@ -21,6 +21,9 @@ PAGE = DOCS / "reproduction.md"
 FIGURE = DOCS / "figures" / "reproduction.png"
 _HEAD = """# Published results, run again
 
+For researchers who compare frameworks. At the end you know which published figures come out again
+here, and which do not.
+
 Tables of publications, run again with their authors' settings through `roundtable.simulate`. What was
 published is data, with its sources, in `benchmarks/reproduction/cells/`; ours is in
 `benchmarks/reproduction/results/`, a line for each run; and this page is written from both.

@@ -135,3 +135,8 @@ def test_one_word_for_one_thing(page: Path) -> None:
         for match in re.finditer(pattern, prose, re.IGNORECASE)
     ]
     assert found == []
+
+
+def test_every_page_begins_with_who_needs_it() -> None:
+    pages = [page for page in PAGES if ROOT / "docs" in page.parents and page.name != "index.md"]
+    assert [page.name for page in pages if not page.read_text().partition("\n\n")[2].startswith("For ")] == []
