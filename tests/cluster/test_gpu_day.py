@@ -64,6 +64,7 @@ def test_without_a_gpu_each_phase_says_why_it_cannot_run(root: Path, tmp_path: P
     assert not page.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_ends_its_phase_and_goes_on_later(root: Path, tmp_path: Path) -> None:
     wanted = ("--rehearse", "--phase", "aggregation", "simulation")
     with subprocess.Popen(command(root, tmp_path, *wanted), stdout=subprocess.PIPE, text=True) as running:

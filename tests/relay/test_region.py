@@ -119,10 +119,8 @@ def test_a_relay_speaks_for_no_silo_that_has_not_signed_so(world: Federation) ->
         assert operator.status().clients_online == 0
 
 
-@pytest.mark.parametrize(
-    "dies",
-    ["east", pytest.param("west", marks=pytest.mark.slow), pytest.param("hub", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["east", "west", "hub"])
 def test_a_relay_behind_a_relay_gives_the_same_bits_whichever_is_killed(world: Federation, dies: str) -> None:
     """One silo is two relays away, one is one, one connects itself; the second round meets the kill."""
     faults = {
