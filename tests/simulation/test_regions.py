@@ -165,6 +165,12 @@ def test_what_relays_send_is_combined_as_regions_are():
     torch.testing.assert_close(mean.vector, flat, rtol=1e-5, atol=1e-6)
 
 
+def test_an_algorithm_beside_the_job_goes_with_regions(run):
+    own = {"algorithm__name": "own_algorithms.py:Held", "algorithm__strength": 0.3}
+    flat, tree = run(**own, aggregation=OFF), run(**own, **regional(count=2))
+    torch.testing.assert_close(tree.model.vector, flat.model.vector, rtol=1e-5, atol=1e-6)
+
+
 def test_a_region_without_a_usable_update_is_said(run):
     rows = Rows(TensorMatrix(torch.full((1, 3), torch.inf)), [Update("a", RowReference(0), 4)])
     with pytest.raises(AggregationError, match=r"no region has a usable update.* a: the update holds values"):

@@ -9,6 +9,7 @@ that number, so that all later ones run over rows that they did not expect.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import sqlite3
@@ -29,6 +30,7 @@ from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.proto import PROTOCOL_VERSION
 from roundtable.server import Coordinator, ServerConfig, load_server_config
 from roundtable.server.store import Database
+from roundtable.server.store.job_silo_rows import clients_of
 from roundtable.server.store.migrate import make, revision_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,6 +46,20 @@ async def test_a_coordinator_goes_on_with_what_a_release_has_left(
     config = settings()
     shutil.copytree(DATABASES / release, config.state)
     await goes_on(config, certificates)
+
+
+@pytest.mark.parametrize("release", ["0002", "0006"])
+def test_what_jobs_remembered_of_clients_is_in_rows_of_its_own(release: str, tmp_path: Path) -> None:
+    file = tmp_path / "coordinator.db"
+    shutil.copy(DATABASES / release / "coordinator.db", file)
+    with sqlite3.connect(file) as older:
+        stored = older.execute("SELECT id, snapshot FROM jobs").fetchall()
+    remembered = {job: json.loads(snapshot)["engine"].get("clients", {}) for job, snapshot in stored}
+    assert any(remembered.values())
+    again = Database.open(f"sqlite:///{file}")
+    with again.snapshot() as connection:
+        assert {job: clients_of(connection, job) for job in remembered} == remembered
+    again.close()
 
 
 def test_each_release_has_left_a_database() -> None:
