@@ -108,6 +108,7 @@ def simulate(
         check_kept_layout(job, layout)
         check_cohort_is_all(job, job.simulation.clients)
         check_regions(job, world.algorithm)
+        world.algorithm.check_clients(world.names)
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)
         check_device(plan)

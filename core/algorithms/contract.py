@@ -11,7 +11,7 @@ job before round 1. The methods are hooks; one that is not overridden costs noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
@@ -196,6 +196,9 @@ class ClientAlgorithm:
 
     def __init__(self, table: AlgorithmTable) -> None:
         self.table = table
+
+    def check_clients(self, names: Collection[str]) -> None:
+        """Raises ConfigError where it names a client that is none of these, who are all; in simulations."""
 
     def step(self) -> LocalStep:
         """What it does to a step, as far as a `LocalStep` can say it."""

@@ -18,7 +18,7 @@ from roundtable.core.algorithms.contract import ClientRound
 from roundtable.core.algorithms.factors.factor_pairs import factor_pairs
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.round_context import Context
-from roundtable.core.errors import RoundtableError
+from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.core.identity.credentials import issue
 from roundtable.core.initial_model import initial_model
 from roundtable.operator import OperatorClient
@@ -211,3 +211,10 @@ def test_hetlora_prunes_what_shrinks_and_goes_on_with_the_rest(folder: Path) -> 
             assert not down[rank:].any()
             assert not up[:, rank:].any()
     assert any(pair.factors(kept.model.vector[None], 0)[1][0][:, 2:].any() for pair in pairs_of(kept))
+
+
+def test_a_rank_for_a_client_that_there_is_not_is_refused(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'client-9' is not a client of this job; the first are client-0, "
+    ):
+        mixed(folder, "flora", ranks={"client-9": 2})

@@ -6,7 +6,7 @@ There both gradients are zero as well, so that no optimizer without a constant m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Self
 
@@ -64,6 +64,16 @@ class RankedAlgorithm(ClientAlgorithm):
         adaptive_clipping=False,
         reason="its server merges the factors of single clients, each as that client has trained them",
     )
+
+    @override
+    def check_clients(self, names: Collection[str]) -> None:
+        assert isinstance(self.table, RankTable)
+        if unknown := [name for name in self.table.ranks if name not in names]:
+            some = ", ".join(list(names)[:5])
+            raise ConfigError(
+                f"algorithm.ranks: {unknown[0]!r} is not a client of this job; the first are {some}",
+                key=("algorithm", "ranks"),
+            )
 
     def ranks(self, round: ClientRound, pairs: Sequence[FactorPair]) -> list[int]:
         """The client's rank of each pair."""
