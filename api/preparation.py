@@ -25,6 +25,7 @@ from roundtable.engine.validation.feasibility import check_rule
 from roundtable.engine.validation.kept_composition import check_kept_layout
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
 from roundtable.simulation.world.config import check_population
+from roundtable.simulation.world.standardised import with_answers
 from roundtable.simulation.world.tables_check import check_tables
 
 
@@ -53,6 +54,7 @@ def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path 
 def prepare_job(job: JobConfig, folder: Path, start: Path | None = None) -> Prepared:
     """The same of a job that is read already; `folder` is where its files lie. Raises as `prepare`."""
     check_tables(job, folder)
+    job = with_answers(job, folder)
     task = load_task(job.task.name, folder, parameters=job.task.parameters, trains=False)
     algorithm = make_algorithm(job.algorithm, folder)
     model = initial_model(job, task, algorithm)

@@ -14,23 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from roundtable.core import extras
-from roundtable.core.algorithms.analysis import LEAST_COUNT, OPEN, AnalysisTable, answers_of
+from roundtable.core.algorithms.analysis import LEAST_COUNT, answers_of
 from roundtable.core.analyses.question import Answer
 from roundtable.core.analyses.questions_table import AnyQuestion
 from roundtable.core.config import JobConfig, job_document
 from roundtable.core.errors import AggregationError, ConfigError
 from roundtable.core.paths import AnyPath
 from roundtable.core.tables.table_description import Columns, DataTableTable, Header
-from roundtable.core.toml import TomlDocument, validate
+from roundtable.core.toml import validate
 from roundtable.core.toml_tables import Name, Table, as_tuple
+from roundtable.engine.analysis_job import analysis_job
 from roundtable.privacy.secagg import MINIMUM_COHORT
-from roundtable.privacy.secure_round import exact_norm
 
 if TYPE_CHECKING:
     from roundtable.simulation import Progress
-
-_SPARE_ROUNDS = 3
-"""For rounds that are closed without a model."""
 
 
 class SurveyFile(Table):
@@ -172,35 +169,13 @@ def survey_job(survey: SurveyFile, silos: int) -> JobConfig:
             f"{silos}: set secure_aggregation = false if each silo's sums may be seen"
         )
     asked = survey.model_dump(mode="json", include={"table", "columns", "questions", "least_count"})
-    table = AnalysisTable.model_validate({"name": "analysis", **asked})
-    questions = table.survey
-    privacy: dict[str, Any] = {"level": "none"}
-    validation: dict[str, Any] = {"policy": "fail", "norm_ratio": "off", "weight_ratio": "off"}
-    if survey.secure_aggregation:
-        privacy |= {
-            "secure_aggregation": True,
-            "clip_norm": math.ceil(exact_norm(questions.sum_places.size + 1)) * 1.0,
-        }
-        validation = {}
     tables = [
         each.model_dump(mode="json", exclude_none=True)
         for each in survey.silos.values()
         if isinstance(each, DataTableTable)
     ]
-    local = {"clients": silos, "data": {survey.table: tables}, "backend": "sequential"} if tables else {}
-    values = {
-        "task": "analysis",
-        "name": survey.name or survey.table,
-        "rounds": questions.rounds + _SPARE_ROUNDS,
-        "algorithm": {"name": "analysis", **asked},
-        "cohort": {"size": silos, "minimum": silos, "retries": 1},
-        "aggregation": {"weighting": "uniform", "validation": validation},
-        "privacy": privacy,
-        "evaluation": {"every": 0},
-        "stop": {"metric": OPEN, "target": 0.0, "larger_is_better": False},
-        "simulation": local,
-    }
-    return validate(JobConfig, TomlDocument(values, "survey", ""))
+    name = survey.name or survey.table
+    return analysis_job(asked, silos, masked=survey.secure_aggregation, name=name, tables=tables)
 
 
 def analyse(

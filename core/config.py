@@ -33,6 +33,7 @@ from roundtable.core.job_tables.transfer_table import TransferTable
 from roundtable.core.measures.families import MOST_CELLS, expanded
 from roundtable.core.paths import AnyPath
 from roundtable.core.privacy_table import NoPrivacy, Privacy, masking_of
+from roundtable.core.tables.standardise_table import StandardiseTable
 from roundtable.core.toml import TomlDocument, read_toml, validate
 from roundtable.core.toml_tables import Finite, Name, Open, Seconds, Table, as_tuple
 
@@ -280,6 +281,9 @@ class JobConfig(Table):
         description='figures from sums over all silos, by name: f1 = "2*tp/(2*tp+fp+fn)"',
     )
     stop: StopTable = Field(default_factory=StopTable)
+    standardise: StandardiseTable | None = Field(
+        None, description="columns of a silo's table that tasks get centred and scaled, the same everywhere"
+    )
     keep: KeepTable = Field(default_factory=KeepTable)
     transfer: TransferTable = Field(default_factory=TransferTable)
     tracking: TrackingTable = Field(default_factory=TrackingTable)

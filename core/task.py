@@ -25,6 +25,7 @@ from roundtable.core.plugins.code_hash import hash_of_code
 from roundtable.core.plugins.doors import described, import_file, import_module
 from roundtable.core.seeds import derive_seed
 from roundtable.core.tables.silo_tables import SiloTables
+from roundtable.core.tables.standardise_table import StandardiseTable
 from roundtable.core.tables.table_reading import DataTable
 
 Batch = Any
@@ -38,7 +39,8 @@ class Site:
 
     `options` is the `[data]` table of the silo's agent file (paths, credentials' locations: what only
     the silo knows), or the job's `[simulation.data]` when simulated. `index` of `count` is the
-    client's number in a simulation; a real silo is 0 of 1.
+    client's number in a simulation; a real silo is 0 of 1. `standardise` is the job's, and `asked` the
+    tables that the task has asked for.
     """
 
     name: str
@@ -46,19 +48,38 @@ class Site:
     count: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     partition: Partition | None = None
+    standardise: StandardiseTable | None = None
+    asked: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
 
     @property
     def tables(self) -> SiloTables:
-        """The tables that `options` describe."""
+        """The tables that `options` describe, as they are."""
         return SiloTables(self.options, self.index)
 
     def table(self, name: str) -> DataTable:
         """A table that the silo's [data.NAME] describes, all its columns: float64, NaN where a value is
         missing, a category as the place of its value.
 
+        Columns that the job standardises are there as (x - mean) / sd, the same figures at every site.
         Raises TaskError for a table that is not described, or whose values are not as described.
         """
-        return self.tables.read(name)
+        self.asked.add(name)
+        tables, wanted = self.tables, self.standardise
+        if wanted is None or wanted.table != name:
+            return tables.read(name)
+        if not wanted.complete:
+            raise TaskError("the job lacks figures of [standardise], so no site can standardise alike")
+        return wanted.applied(tables.read(name, {**tables[name].columns, **wanted.described}))
+
+    def check_asked(self, task: str) -> None:
+        """TaskError where the job standardises a table that the task has not asked for: it would train on
+        other columns than the job says."""
+        if self.standardise is not None and self.standardise.table not in self.asked:
+            name = self.standardise.table
+            raise TaskError(
+                f"the job standardises the table {name!r}, and {task} reads its data without "
+                f"site.table({name!r}): read it so, or leave [standardise] out"
+            )
 
     def shard(self, labels: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
         """Row numbers of this site's share of a data set with these labels.

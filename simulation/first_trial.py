@@ -63,7 +63,14 @@ def check_split(job: JobConfig, task: Task | ArrayTask) -> None:
 def try_client(world: World, index: int, partition: SeededPartition) -> Trial:
     """One batch of client `index`, where clients train."""
     simulation = world.job.simulation
-    site = Site(world.names[index], index, simulation.clients, simulation.data, partition=partition)
+    site = Site(
+        world.names[index],
+        index,
+        simulation.clients,
+        simulation.data,
+        partition,
+        world.job.standardise,
+    )
     return try_batch(world.task, world.job, site, torch.device(device_of(world)))
 
 

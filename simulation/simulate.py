@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from blake3 import blake3
+from torch import Tensor
 
 from roundtable.client.training.batches import count_examples
 from roundtable.client.training.private_training import CANNOT_SAMPLE, check_task
@@ -35,7 +36,8 @@ from roundtable.engine.messages import Note, RoundRecord, Step
 from roundtable.engine.validation.down_composition import check_down_layout
 from roundtable.engine.validation.feasibility import check_budget, check_device, check_rule
 from roundtable.engine.validation.kept_composition import check_kept_layout
-from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
+from roundtable.engine.validation.round_plan import aggregation_config, make_plan, weak_signal_of
+from roundtable.engine.validation.standardise_composition import check_standardise
 from roundtable.engine.validation.transfer_composition import check_cohort_is_all
 from roundtable.simulation.backend import Backend, Work, World
 from roundtable.simulation.backends.sequential import one_thread
@@ -63,6 +65,7 @@ from roundtable.simulation.world.natural_names import NaturalNames, natural_name
 from roundtable.simulation.world.partition import make_partition
 from roundtable.simulation.world.regions import Regions, check_regions
 from roundtable.simulation.world.simulated_clients import Clients
+from roundtable.simulation.world.standardised import standardised
 from roundtable.simulation.world.tables_check import check_tables
 
 
@@ -97,6 +100,8 @@ def simulate(
             stack.enter_context(with_place(document))
         folder = beside if folder is None else Path(folder)
         stack.enter_context(one_thread())
+        check_standardise(job, aggregation_config(job.aggregation, folder))
+        job = standardised(job, folder, _analysed)
         check_population(job)
         check_tables(job, folder)
         check_trackers(job.tracking)
@@ -137,7 +142,7 @@ def simulate(
         report = notebook_report() if progress is None else progress or None
         listener = _Listener(job, run, report, trackers, keeper)
         regions = Regions.of(world)
-        for note in _told_first(weak, travel_note(job, layout), declared.overlooked(), regions):
+        for note in _told_first(job, weak, travel_note(job, layout), declared.overlooked(), regions):
             listener.note(note, 0.0)
         driver = Driver(world, plan, backend, Fleet(world.names, declared), listener, central)
         if run is not None and (last := run.last(world.initial)) is not None:
@@ -178,6 +183,11 @@ def simulate(
         return result
 
 
+def _analysed(analysis: JobConfig) -> tuple[Tensor, str]:
+    found = simulate(analysis, progress=False)
+    return found.model.vector, "" if found.status == "finished" else found.reason
+
+
 def _look_first(world: World, listener: _Listener, run: RunDirectory | None) -> None:
     """One batch of one client; what that shows to be odd, and what the clients are called."""
     partition = make_partition(world.job.simulation.partition, world.job.seed, world.folder)
@@ -193,9 +203,11 @@ def _look_first(world: World, listener: _Listener, run: RunDirectory | None) -> 
 
 
 def _told_first(
-    weak: str | None, stays: str | None, overlooked: Sequence[str], regions: Regions | None
+    job: JobConfig, weak: str | None, stays: str | None, overlooked: Sequence[str], regions: Regions | None
 ) -> Iterator[Note]:
     """What is said of the job before round 1."""
+    if job.standardise is not None and job.standardise.source:
+        yield Note("standardised", f"columns are standardised by {job.standardise.source}")
     if weak is not None:
         yield Note("weak_signal", f"warning: {weak}")
     if stays:

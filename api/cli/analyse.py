@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import click
 
 from roundtable.cli.shared.options import connect, connection_options, json_option, set_option
 from roundtable.cli.shared.output import interruptible, print_json, print_table, say, working
-from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from roundtable.core.identity.credentials import SiloIdentity
@@ -126,25 +125,16 @@ def _signer(operator: OperatorClient) -> SiloIdentity:
 def _by_silos(
     operator: OperatorClient, survey: SurveyFile, quiet: bool, report: Path | None
 ) -> SurveyAnswers:
+    from roundtable.asked_silos import begin, offering
     from roundtable.cli.jobs.watch import Silent, follow, make_display
-    from roundtable.core.models import save_model
-    from roundtable.preparation import prepare_job
     from roundtable.surveys import survey_job
 
     if report is not None:
         _signer(operator)
-    silos = survey.cohort or sum("analysis" in client.tasks for client in operator.clients())
-    if not silos:
-        raise ConfigError(
-            "no silo of the coordinator offers analyses yet: a silo does by [tasks] analysis = "
-            '"analysis" in its agent.toml'
-        )
-    prepared = prepare_job(survey_job(survey.model_copy(update={"silos": {}}), silos), Path.cwd())
-    with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:
-        model = Path(folder) / "analysis.safetensors"
-        save_model(model, prepared.model)
-        with interruptible("Nothing was started; the same command begins anew."):
-            submitted = operator.submit(prepared.job, model)
+    silos = survey.cohort or offering(operator)
+    analysis = survey_job(survey.model_copy(update={"silos": {}}), silos)
+    with interruptible("Nothing was started; the same command begins anew."):
+        submitted = begin(operator, analysis)
     say(f"Submitted analysis {submitted.id} ({submitted.name}) to {silos} silos.", err=quiet)
     hint = f"The analysis goes on; see its answers by `roundtable analyse --job {submitted.id}`."
     with interruptible(hint):
@@ -153,21 +143,12 @@ def _by_silos(
 
 
 def _of_job(operator: OperatorClient, job: str, report: Path | None) -> SurveyAnswers:
+    from roundtable.asked_silos import outcome
     from roundtable.core.config import job_from_json
-    from roundtable.core.models import open_model
     from roundtable.survey_report import write_report
     from roundtable.surveys import findings_of
 
-    detail = operator.job(job)
-    if detail.job.status != "finished":
-        raise AggregationError(
-            f"analysis {detail.job.id} is {detail.job.status}: "
-            f"{detail.job.reason or f'{detail.job.rounds_done} rounds are done'}"
-        )
-    with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:
-        model = Path(folder) / "analysis.safetensors"
-        operator.get_artifact(detail.job.model.digest, detail.job.model.size, model)
-        vector = open_model(model).vector.clone()
+    detail, vector = outcome(operator, job)
     findings = findings_of(job_from_json(detail.job_config), vector, detail.job.rounds_done)
     if report is not None:
         write_report(report, findings, _signer(operator), detail.job.id, detail.job_config)

@@ -42,6 +42,7 @@ from roundtable.core.task import AnyTask, ArrayTask, Site, Task, in_context
 def split_data(task: AnyTask, site: Site) -> tuple[Any, Any]:
     """(training data, test data) of a site; an ArrayTask has one object for both."""
     data = task.data(site)
+    site.check_asked(f"{type(task).__name__}.data()")
     if isinstance(task, ArrayTask):
         return data, data
     if not (isinstance(data, (tuple, list)) and len(data) == 2):

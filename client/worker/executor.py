@@ -246,10 +246,12 @@ class Executor:
         return warm, start
 
     def _data_of(self, reference: str, warm: _WarmJob) -> tuple[Any, Any]:
-        key = reference, json.dumps(warm.config.task.parameters, sort_keys=True)
+        standardise = warm.config.standardise
+        stated = None if standardise is None else standardise.model_dump_json()
+        key = reference, json.dumps([warm.config.task.parameters, stated], sort_keys=True)
         if key not in self._data:
             options = self.settings.data_of.get(reference, self.settings.data)
-            site = Site(self.settings.client, options=options)
+            site = Site(self.settings.client, options=options, standardise=standardise)
             self._data = {key: split_data(warm.task, site)}
         return self._data[key]
 

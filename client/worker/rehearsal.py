@@ -78,7 +78,7 @@ def rehearse(
     vector = initial_vector(layout, made)
     begins(2)
     options = settings.data_of.get(order.task, settings.data)
-    training, test = split_data(task, Site(settings.client, options=options))
+    training, test = split_data(task, Site(settings.client, options=options, standardise=job.standardise))
     begins(3)
     work = LocalWork(job, layout, vector, 1, settings.client, None, algorithm)
     free = Protection(lambda privacy, charge: None)

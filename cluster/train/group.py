@@ -242,7 +242,8 @@ class GroupExecutor:
             raise TaskError(f"{type(task).__name__} is an ArrayTask: a cluster spreads PyTorch modules only")
         options = group.settings.data_of.get(order.task, group.settings.data)
         self._pretrained = None
-        self._site, self._task = Site(group.settings.client, options=options), task
+        self._site = Site(group.settings.client, options=options, standardise=job.standardise)
+        self._task = task
         self._data = split_data(task, self._site)
         task = in_context(task, self._context(order, job))
         strategy, split = plan_together(

@@ -50,6 +50,7 @@ from roundtable.engine.validation.round_noise import (
     SiloNoise,
 )
 from roundtable.engine.validation.secure_feasibility import check_bounds, check_secure
+from roundtable.engine.validation.standardise_composition import check_standardise
 from roundtable.engine.validation.sum_composition import check_relayed_sums
 from roundtable.engine.validation.transfer_composition import check_transfer, thinned
 from roundtable.privacy import (
@@ -214,6 +215,7 @@ def make_plan(
     check_kept(job, algorithm)
     check_relayed_sums(job)
     check_soundness(job, aggregation)
+    check_standardise(job, aggregation)
     check_secure(job, aggregation)
     noise = _noise(job, population, slices, spent)
     discount = job.round.discount if job.round.mode == "buffered" else constant

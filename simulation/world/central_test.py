@@ -82,8 +82,12 @@ class CentralTest:
         if make is None or getattr(type(self._world.task), "test_data", None) is Task.test_data:
             return None
         options: Mapping[str, Any] = self._world.job.simulation.data
+        site = Site(SERVER, options=options, standardise=self._world.job.standardise)
         try:
-            return make(Site(SERVER, options=options))
+            data = make(site)
+            if data is not None:
+                site.check_asked(f"{type(self._world.task).__name__}.test_data()")
+            return data
         except RoundtableError:
             raise
         except Exception as error:

@@ -60,7 +60,14 @@ class Clients:
 
     def _load(self, index: int) -> tuple[Any, Any]:
         world, simulation = self._world, self._world.job.simulation
-        site = Site(self._names[index], index, simulation.clients, simulation.data, partition=self._partition)
+        site = Site(
+            self._names[index],
+            index,
+            simulation.clients,
+            simulation.data,
+            self._partition,
+            world.job.standardise,
+        )
         try:
             train, test = split_data(world.task, site)
         except RoundtableError:

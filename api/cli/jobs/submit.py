@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ def submit(
         operator.status()
         with working(f"checking {file}"):
             prepared = prepare(file, overrides, start)
+        prepared = _standardised(operator, prepared, request_id)
         submitted = _started(operator, prepared, request_id)
         if as_json and not watch:
             print_json(as_dict(submitted))
@@ -114,14 +116,47 @@ def apply(
         changes: list[str] = []
         if there is not None:
             stored = job_from_json(operator.job(there.id).job_config)
-            changes = list(differences(stored.model_dump(mode="json"), prepared.job.model_dump(mode="json")))
+            wanted = _with_figures_of(stored, prepared.job)
+            changes = list(differences(stored.model_dump(mode="json"), wanted.model_dump(mode="json")))
             if not changes:
                 return _told("unchanged", there, changes, as_json)
             if there.status not in _OVER:
                 _replace(operator, file, there, changes, when_changed)
         request = _request(prepared.job, caller, there)
+        prepared = _standardised(operator, prepared, request)
         started = _started(operator, prepared, request)
         return _told("started", started, changes, as_json)
+
+
+def _standardised(operator: OperatorClient, prepared: Prepared, request: str | None) -> Prepared:
+    """With the figures of [standardise], for which silos are asked where the job lacks some."""
+    if prepared.job.standardise is None or prepared.job.standardise.complete:
+        return prepared
+    from roundtable.asked_silos import standardised_by_silos
+
+    with (
+        interruptible("No job was started; the analysis of its columns goes on and is asked anew next time."),
+        working("asking silos for means and deviations") as say_how_far,
+    ):
+        job = standardised_by_silos(operator, prepared.job, request, say_how_far)
+    assert job.standardise is not None
+    say(f"Columns are standardised by {job.standardise.source}.", err=True)
+    return replace(prepared, job=job)
+
+
+def _with_figures_of(stored: JobConfig, wanted: JobConfig) -> JobConfig:
+    """With the figures that the stored job got when it began, if it standardises the same columns."""
+    mine, theirs = wanted.standardise, stored.standardise
+    if mine is None or theirs is None or mine.complete or theirs.found == "given":
+        return wanted
+    if mine.table != theirs.table or mine.described != theirs.described:
+        return wanted
+    known = {
+        name: (column.mean, column.sd)
+        for name, column in theirs.columns.items()
+        if column.mean is not None and column.sd is not None
+    }
+    return wanted.model_copy(update={"standardise": mine.filled(known, theirs.source)})
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], table: str = "") -> Iterator[str]:

@@ -44,6 +44,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, dict):
         inner = ", ".join(f"{_key(name)} = {toml_value(item)}" for name, item in value.items())
         return f"{{ {inner} }}" if inner else "{}"
+    if hasattr(value, "model_dump"):
+        return toml_value(value.model_dump(mode="json", exclude_none=True))
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     # A JSON string or number is a TOML one; a float keeps its point, or its exponent.

@@ -12,6 +12,7 @@ from roundtable.core.observability.tracking import check_inside, check_trackers
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import CentralNoise, RoundEngine
 from roundtable.engine.validation.feasibility import check_device
+from roundtable.engine.validation.standardise_composition import check_filled
 from roundtable.privacy import Budget
 from roundtable.server.jobs.admission.series import in_series
 from roundtable.server.jobs.job_driver import Submission, check_approved, layout_of, plan_of
@@ -73,6 +74,7 @@ def _made(
         reason = str(error).replace(str(path), f"artifact {submission.model[:12]}")
         raise ConfigError(f"the initial model cannot be used: {reason}") from error
     check_approved(job, services)
+    check_filled(job)
     if job.stop.central:
         raise ConfigError(
             f"stop.metric = {job.stop.metric!r} is measured on test data of the server, which a simulation "

@@ -1,0 +1,49 @@
+"""The job that answers questions: rounds, cohort, masks and checks under which its sums are exact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from roundtable.core.algorithms.analysis import OPEN, AnalysisTable
+from roundtable.core.config import JobConfig
+from roundtable.core.toml import TomlDocument, validate
+from roundtable.privacy.secure_round import exact_norm
+
+_SPARE_ROUNDS = 3
+"""For rounds that are closed without a model."""
+
+
+def analysis_job(
+    asked: Mapping[str, Any], silos: int, *, masked: bool, name: str, tables: Sequence[Any] = ()
+) -> JobConfig:
+    """The job that asks so many silos what `asked` says, the keys of [algorithm].
+
+    `tables` are descriptions of simulated silos' tables, one each; none for a coordinator's silos. Raises
+    ConfigError for a question that the columns do not allow.
+    """
+    table = AnalysisTable.model_validate({"name": "analysis", **asked})
+    questions = table.survey
+    privacy: dict[str, Any] = {"level": "none"}
+    validation: dict[str, Any] = {"policy": "fail", "norm_ratio": "off", "weight_ratio": "off"}
+    if masked:
+        privacy |= {
+            "secure_aggregation": True,
+            "clip_norm": math.ceil(exact_norm(questions.sum_places.size + 1)) * 1.0,
+        }
+        validation = {}
+    local = {"clients": silos, "data": {table.table: [*tables]}, "backend": "sequential"} if tables else {}
+    values = {
+        "task": "analysis",
+        "name": name,
+        "rounds": questions.rounds + _SPARE_ROUNDS,
+        "algorithm": {"name": "analysis", **asked},
+        "cohort": {"size": silos, "minimum": silos, "retries": 1},
+        "aggregation": {"weighting": "uniform", "validation": validation},
+        "privacy": privacy,
+        "evaluation": {"every": 0},
+        "stop": {"metric": OPEN, "target": 0.0, "larger_is_better": False},
+        "simulation": local,
+    }
+    return validate(JobConfig, TomlDocument(values, "survey", ""))
