@@ -11,20 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from roundtable.aggregation import ClientRow, rows_in_files
 from roundtable.aggregation.rows.reductions import is_finite
+from roundtable.aggregation.rows.row_digests import DamagedRows
 from roundtable.aggregation.rules.mean import mean
 from roundtable.aggregation.weighting import row_weights
 from roundtable.client.durable_files import append_synced, digest_of, replace_synced
 from roundtable.core.encodings import StreamKey, get_encoding
-from roundtable.core.errors import ResourceError, RoundtableError
+from roundtable.core.errors import ProtocolError, ResourceError, RoundtableError
 from roundtable.core.failpoints import failpoint
 from roundtable.core.identity.credentials import SiloIdentity
 from roundtable.core.identity.signing import envelope, sign
+from roundtable.privacy.secagg.masks import pack, reduce_ring, ring_dtype, unpack
 from roundtable.proto import MAX_MESSAGE_BYTES, common_pb2, relay_pb2
 from roundtable.proto.receipts import sum_values
 from roundtable.relay.held_updates import Held
@@ -79,12 +82,9 @@ class SumSpool:
         rows = _as_many_as_fit(fitting)
         if not rows:
             return Summed(None, odd)
-        vector = _mean(rows, terms)
-        if not is_finite(vector):
-            spoiled = [each for each in rows if not is_finite(_mean([each], terms))]
-            return Summed(None, [*odd, *(spoiled or rows)])
-        values: Any = vector.view(torch.uint8).numpy()
-        data = memoryview(values)
+        data, spoiled = _masked_sum(rows, terms.ring) if terms.ring else _plain_sum(rows, terms)
+        if spoiled:
+            return Summed(None, [*odd, *spoiled])
         step = rows[0].offer.at.step
         header = relay_pb2.SumHeader(
             step=rows[0].header.step,
@@ -130,6 +130,33 @@ class SumSpool:
         return made
 
 
+def _plain_sum(rows: Sequence[Held], terms: SumTerms) -> tuple[memoryview, Sequence[Held]]:
+    """The bytes of the mean; and of which updates none can be made."""
+    vector = _mean(rows, terms)
+    values: Any = vector.view(torch.uint8).numpy()
+    if is_finite(vector):
+        return memoryview(values), ()
+    return memoryview(b""), [each for each in rows if not is_finite(_mean([each], terms))] or rows
+
+
+def _masked_sum(rows: Sequence[Held], ring_bits: int) -> tuple[memoryview, Sequence[Held]]:
+    """The same for masked vectors, which are added in the ring: exactly, in whatever order and tree."""
+    total = np.zeros(rows[0].offer.size * 8 // ring_bits, ring_dtype(ring_bits))
+    spoiled = []
+    for each in rows:
+        data = each.path.read_bytes()
+        if blake3(data).hexdigest() != each.offer.digest:
+            raise DamagedRows((each.offer.digest,))
+        try:
+            vector = unpack(memoryview(data), ring_bits)
+        except ProtocolError:
+            spoiled.append(each)
+        else:
+            np.add(total, vector, out=total)
+    reduce_ring(total, ring_bits)
+    return pack(total, ring_bits), spoiled
+
+
 def _mean(rows: Sequence[Held], terms: SumTerms) -> torch.Tensor:
     encoding = get_encoding(terms.encoding)
     assert encoding.dense_dtype is not None
@@ -148,13 +175,15 @@ def _mean(rows: Sequence[Held], terms: SumTerms) -> torch.Tensor:
 def _apart(held: Sequence[Held], terms: SumTerms) -> tuple[list[Held], list[Held]]:
     """Those that can be added up, by name, and the others."""
     asked = (terms.encoding, terms.layout, terms.model)
-    dense = get_encoding(terms.encoding).dense_dtype
+    dense = None if terms.ring else get_encoding(terms.encoding).dense_dtype
+    # Of masked updates nobody says how many examples they are of.
+    least, bits = (0, 8) if terms.ring else (1, 8 * dense.itemsize if dense is not None else 0)
 
     def sound(each: Held) -> bool:
         offer = each.offer
         said = (offer.encoding, offer.layout, offer.model)
-        whole = dense is not None and offer.size > 0 and offer.size % dense.itemsize == 0
-        return whole and said == asked and not offer.flaw and offer.examples >= 1
+        whole = bits > 0 and offer.size > 0 and 8 * offer.size % bits == 0
+        return whole and said == asked and not offer.flaw and offer.examples >= least
 
     usual = Counter(each.offer.size for each in held if sound(each)).most_common(1)
     fitting = [each for each in held if sound(each) and each.offer.size == usual[0][0]]

@@ -12,28 +12,35 @@ from roundtable.client.door.incoming import ModelWork, StepInstruction
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import ConfigError, ProtocolError
 from roundtable.core.identity.signing import PATH_MARK
+from roundtable.core.privacy_table import masking_of
+from roundtable.privacy.secagg.masks import MASKED, RING_BITS
 
 
 @dataclass(frozen=True)
 class SumTerms:
-    """What updates of one step must be for their relay to add them up."""
+    """What updates of one step must be for their relay to add them up: with `ring`, masked numbers of so many
+    bits; otherwise values, whose mean is made by the `weighting`."""
 
     weighting: Weighting
     encoding: str
     layout: str
     model: str
+    ring: int = 0
 
-    def plain(self) -> list[str]:
+    def plain(self) -> list[str | int]:
         """In a JSON-able form."""
         return list(astuple(self))
 
     @classmethod
     def of(cls, plain: Sequence[Any]) -> SumTerms:
         """From what `plain` gave; ValueError or TypeError for anything else."""
-        weighting, *rest = map(str, plain)
+        *words, ring = plain
+        weighting, encoding, layout, model = map(str, words)
         if weighting not in get_args(Weighting):
             raise ValueError(f"{weighting!r} is no weighting")
-        return cls(cast("Weighting", weighting), *rest)
+        if ring not in (0, *RING_BITS):
+            raise ValueError(f"{ring!r} bits are no ring")
+        return cls(cast("Weighting", weighting), encoding, layout, model, ring)
 
 
 @dataclass(frozen=True)
@@ -54,9 +61,11 @@ def sum_order_of(instruction: StepInstruction) -> SumOrder | None:
         job = _job(instruction.config)
     except ConfigError as error:
         raise ProtocolError(f"the job of {instruction.step} cannot be read: {error}") from error
-    if not job.regions.sum:
+    masking = masking_of(job.privacy)
+    if not job.regions.sum or (masking is not None and masking.group_size is not None):
         return None
-    terms = SumTerms(job.aggregation.weighting, job.transfer.up, work.layout, work.model.digest)
+    encoding, ring = (MASKED, masking.ring_bits) if masking is not None else (job.transfer.up, 0)
+    terms = SumTerms(job.aggregation.weighting, encoding, work.layout, work.model.digest, ring)
     return SumOrder(terms, job.regions.close * instruction.seconds)
 
 

@@ -50,7 +50,6 @@ from roundtable.privacy.secagg.framing import Kind, unseal
 
 _log = logging.getLogger("roundtable.agent")
 PHASE = "secure"
-MASKED = "masked"
 _MASKED = (ClientPhase.COMMITTED, ClientPhase.CONSENTED)
 _NONCE_BYTES = 12
 _DIGEST_BYTES = 32

@@ -24,10 +24,7 @@ from roundtable.client.agent.gatekeeper import Gatekeeper
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.release_ledger import NAME as LEDGER
 from roundtable.client.agent.release_ledger import ReleaseLedger
-from roundtable.client.agent.secure_attempts import (
-    MASKED,
-    SecureAttempts,
-)
+from roundtable.client.agent.secure_attempts import SecureAttempts
 from roundtable.client.agent.silo_log import until_written
 from roundtable.client.agent.spool import Finished, Spool
 from roundtable.client.agent.step_reports import StepReporter
@@ -47,6 +44,7 @@ from roundtable.core.errors import (
     TransferError,
 )
 from roundtable.core.failpoints import failpoint
+from roundtable.privacy.secagg.masks import MASKED
 
 _log = logging.getLogger("roundtable.agent")
 _ANSWERS_KEPT = 256

@@ -21,7 +21,6 @@ from roundtable.client.agent.gatekeeper import Gatekeeper, job_of, steps_of_inst
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.release_ledger import ReleaseLedger, model_values, refusing
 from roundtable.client.agent.secure_attempts import (
-    MASKED,
     PHASE,
     MaskingAttempt,
     SecureAttempts,
@@ -43,6 +42,7 @@ from roundtable.core.failpoints import failpoint
 from roundtable.core.foreign_text import printable
 from roundtable.core.observability.transfer_figures import ModelArrival
 from roundtable.privacy import subject_of, values_masked
+from roundtable.privacy.secagg.masks import MASKED
 
 _log = logging.getLogger("roundtable.agent")
 

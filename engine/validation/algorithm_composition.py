@@ -127,6 +127,8 @@ def check_exact(job: JobConfig, said: str) -> None:
         (plain, "transfer.up and transfer.down", '"float32"'),
         (job.evaluation.every == 0, "evaluation.every", "0"),
         (not job.simulation.attack, "simulation.attack", "nothing"),
+        # A mean of means is rounded twice, a sum in the ring never.
+        (masking is not None or not job.regions.sum, "regions.sum", "false"),
         (not job.keep.best, "keep.best", "false"),
     ]
     for fine, key, value in wanted:

@@ -6,7 +6,7 @@ from roundtable.core.config import AggregationTable, JobConfig
 from roundtable.core.encodings import get_encoding
 from roundtable.core.encodings.assembly import foreign_stages
 from roundtable.core.errors import ConfigError, PrivacyError
-from roundtable.core.privacy_table import NoPrivacy
+from roundtable.core.privacy_table import NoPrivacy, masking_of
 
 RELAYS_SUM = "regions.sum: a relay sends one sum, and"
 
@@ -17,6 +17,14 @@ def check_relayed_sums(job: JobConfig) -> None:
     Nothing for a job whose relays add nothing up.
     """
     if not job.regions.sum:
+        return
+    if (masking := masking_of(job.privacy)) is not None:
+        # What the rule, the weights and the checks may be under masks holds here as well: a sum is a sum.
+        if masking.group_size is not None:
+            raise PrivacyError(
+                f"{RELAYS_SUM} privacy.group_size wants one of each group, whose silos are in any region; "
+                "leave one of the two out"
+            )
         return
     check_sums(job, RELAYS_SUM)
     up = job.transfer.up
@@ -34,10 +42,15 @@ def check_sums(job: JobConfig, needs: str) -> None:
 
     `needs` is the beginning of each sentence: the key that asks for sums.
     """
-    if not isinstance(job.privacy, NoPrivacy) or job.privacy.secure_aggregation:
+    if masking_of(job.privacy) is not None:
         raise PrivacyError(
-            f"{needs} neither masks nor clipping, noise and its account are made for that; leave out "
-            "[privacy] or the regions"
+            f"{needs} masks change no bit of such a sum, and are not simulated there; leave out [privacy] or "
+            "the regions"
+        )
+    if not isinstance(job.privacy, NoPrivacy):
+        raise PrivacyError(
+            f"{needs} clipping, noise and its account are not made for that; leave out [privacy] or the "
+            "regions"
         )
     if job.round.mode == "buffered":
         raise ConfigError(

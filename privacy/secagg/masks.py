@@ -22,6 +22,10 @@ from roundtable.core.errors import PrivacyError, ProtocolError
 PIECE_BYTES = 1 << 18
 """Bytes of keystream expanded at a time: a piece, its mask and the sum stay in the second-level cache."""
 RING_BITS = (8, 12, 16, 24, 32)
+MASKED = "masked"
+"""The encoding that an upload of masked numbers names."""
+_ADDED_AT_ONCE = 1 << 20
+"""Elements of a vector: enough that the calls do not count, and an even number."""
 
 Ring: TypeAlias = npt.NDArray[Any]
 """Unsigned ring elements, shape (length,): uint8, uint16 or uint32, see `ring_dtype`."""
@@ -166,6 +170,21 @@ def _unpack_pairs(data: memoryview, length: int) -> Ring:
             raise ProtocolError("the four bits behind the last ring element are not zero")
         values[-1] = int(raw[-2]) | int(raw[-1]) << 8
     return values
+
+
+def add_wire(total: Ring, data: memoryview, ring_bits: int) -> None:
+    """Add a vector in its wire form to `total`, in place; `reduce_ring` follows the last one.
+
+    ProtocolError, and perhaps a part of it added, for another form than that of `len(total)` elements.
+    """
+    if len(data) != wire_bytes(len(total), ring_bits):
+        raise ProtocolError(f"{len(data)} bytes are not {len(total)} ring elements of {ring_bits} bits")
+    step, place = wire_bytes(_ADDED_AT_ONCE, ring_bits), 0
+    for start in range(0, len(data), step):
+        piece = unpack(data[start : start + step], ring_bits)
+        here = total[place : place + len(piece)]
+        np.add(here, piece, out=here)
+        place += len(piece)
 
 
 def reduce_ring(values: Ring, ring_bits: int) -> None:

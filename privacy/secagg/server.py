@@ -13,7 +13,7 @@ ProtocolError, the attempt has failed, and nothing was revealed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TypeAlias
 
@@ -26,7 +26,7 @@ from roundtable.privacy.secagg.custody import Cohort
 from roundtable.privacy.secagg.framing import Envelope, Kind, seal, unseal
 from roundtable.privacy.secagg.graph import NONCE_BYTES, combine_beacon, commit
 from roundtable.privacy.secagg.keys import Session, session_id, verifier
-from roundtable.privacy.secagg.masks import Ring, reduce_ring, ring_dtype, unpack, wire_bytes
+from roundtable.privacy.secagg.masks import Ring, add_wire, reduce_ring, ring_dtype
 from roundtable.privacy.secagg.parameters import SecAggParameters
 from roundtable.privacy.secagg.payloads import (
     DIGEST_BYTES,
@@ -43,8 +43,6 @@ from roundtable.privacy.secagg.payloads import (
 )
 from roundtable.privacy.secagg.recovery import Reconstruction, remaining_masks, unmask
 
-_ADDED_AT_ONCE = 1 << 20
-"""Elements of a vector: enough that the calls do not count."""
 Body: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 
@@ -168,38 +166,33 @@ class SecAggServer:
 
     def announced(self, message: bytes) -> tuple[str, str]:
         """The silo, and the BLAKE3 digest in hexadecimal, of the upload that a MASKED header announces."""
-        envelope = self._authenticated(message)
-        if envelope.kind is not Kind.MASKED:
-            raise ProtocolError(f"{envelope.kind.name} from {envelope.sender} announces no upload")
-        return envelope.sender, exactly(envelope.payload, DIGEST_BYTES, "a digest").hex()
+        envelope = self._announcement(message)
+        return envelope.sender, envelope.payload.hex()
 
     def fold(self, message: bytes, body: Body) -> str:
         """Add a complete masked vector to the sum: its signed header, and its bytes (or a memory map).
 
         Nothing is added unless the bytes are exactly those that the silo signed for, and nothing twice.
         """
-        envelope = self._authenticated(message)
-        if envelope.kind is not Kind.MASKED or self.phase is not ServerPhase.MASKED:
-            raise ProtocolError(
-                f"no masked vector is expected from {envelope.sender} in phase {self.phase.name}"
-            )
-        if self._answers.get(envelope.sender) == envelope:
-            return envelope.sender
-        data = np.frombuffer(body, dtype=np.uint8).data
-        ring_bits = self.plan.ring_bits
-        wanted = wire_bytes(self.session.length, ring_bits)
-        if len(data) != wanted:
-            raise ProtocolError(f"the masked vector of {envelope.sender} has {len(data)} bytes, not {wanted}")
-        if blake3.blake3(data).digest() != exactly(envelope.payload, DIGEST_BYTES, "a digest"):
-            raise ProtocolError(f"the masked vector of {envelope.sender} is not the one that it signed for")
-        self._admit(envelope)
-        step, place = wire_bytes(_ADDED_AT_ONCE, ring_bits), 0
-        for start in range(0, len(data), step):
-            piece = unpack(data[start : start + step], ring_bits)
-            total = self._sum[place : place + len(piece)]
-            np.add(total, piece, out=total)
-            place += len(piece)
+        envelope = self._announcement(message)
+        if self._answers.get(envelope.sender) != envelope:
+            data = np.frombuffer(body, dtype=np.uint8).data
+            if blake3.blake3(data).digest() != envelope.payload:
+                raise ProtocolError(f"the vector of {envelope.sender} is not the one that it signed for")
+            self._add([envelope], data)
         return envelope.sender
+
+    def fold_sum(self, messages: Sequence[bytes], body: Body) -> None:
+        """Add what somebody else has added up: the signed headers of its vectors, and its bytes.
+
+        Who is in it is proven, that it is their sum is not. All of them are in or none; nothing twice.
+        """
+        envelopes = [self._announcement(message) for message in messages]
+        fresh = [each for each in envelopes if self._answers.get(each.sender) != each]
+        if (len(fresh) != len({each.sender for each in envelopes}) and fresh) or not envelopes:
+            raise ProtocolError("a sum counts a masked vector that is counted already, or none")
+        if fresh:
+            self._add(fresh, np.frombuffer(body, dtype=np.uint8).data)
 
     @property
     def ready(self) -> bool:
@@ -352,8 +345,26 @@ class SecAggServer:
         envelope.check(self._verify[envelope.sender])
         return envelope
 
+    def _announcement(self, message: bytes) -> Envelope:
+        envelope = self._authenticated(message)
+        if envelope.kind is not Kind.MASKED:
+            raise ProtocolError(f"{envelope.kind.name} from {envelope.sender} announces no upload")
+        exactly(envelope.payload, DIGEST_BYTES, "a digest")
+        return envelope
+
+    def _add(self, envelopes: Sequence[Envelope], data: memoryview) -> None:
+        for envelope in envelopes:
+            self._check(envelope)
+        add_wire(self._sum, data, self.plan.ring_bits)
+        self._answers |= {each.sender: each for each in envelopes}
+
     def _admit(self, envelope: Envelope) -> None:
         """Keep an answer if it is the one that is awaited; its payload is read here, once, to be sure."""
+        self._check(envelope)
+        self._read_payload(envelope)
+        self._answers[envelope.sender] = envelope
+
+    def _check(self, envelope: Envelope) -> None:
         name = envelope.sender
         if envelope.kind is not self.phase.value:
             raise ProtocolError(
@@ -367,8 +378,6 @@ class SecAggServer:
             raise ProtocolError(f"{name} dropped out of this attempt; it can join the next")
         if name in self._answers and self._answers[name] != envelope:
             raise ProtocolError(f"{name} answered twice in phase {self.phase.name}; the first answer counts")
-        self._read_payload(envelope)
-        self._answers[name] = envelope
 
     def _read_payload(self, envelope: Envelope) -> None:
         payload = envelope.payload

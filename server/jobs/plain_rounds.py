@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from roundtable.aggregation import rows_in_files
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Encoding, StreamKey, get_encoding
@@ -68,6 +70,9 @@ class PlainRounds:
             return FiniteCheck(encoding.dense_dtype)
         key = StreamKey(self._seed, client, step.round, step.attempt)
         return EncodedCheck(encoding, self._columns, key)
+
+    def sum_content(self, step: m.Step) -> tuple[int, ContentCheck]:
+        return 4 * self._columns, FiniteCheck(torch.float32)
 
     def arrived(self, client: str, offer: UploadOffer) -> None:
         return

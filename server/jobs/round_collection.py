@@ -34,6 +34,9 @@ class RoundCollection(Protocol):
     def content_check(self, client: str, offer: UploadOffer) -> ContentCheck:
         """What the bytes of one upload are to be shown to, in order."""
 
+    def sum_content(self, step: m.Step) -> tuple[int, ContentCheck]:
+        """The bytes of a relay's sum of updates of this step, and what they are to be shown to."""
+
     def arrived(self, client: str, offer: UploadOffer) -> None:
         """Notes that an upload is here, whole."""
 

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-import torch
 
 from roundtable.core.errors import IdentityError, TransferError
 from roundtable.core.failpoints import failpoint
@@ -28,7 +27,7 @@ from roundtable.server.services import transfer
 from roundtable.server.services.upload_receipts import Outcome, Receipts
 from roundtable.server.services.uploads import Offer, Uploads, update_in
 from roundtable.server.storage.blobs import BlobWriter
-from roundtable.server.storage.finite_check import FiniteCheck
+from roundtable.server.storage.finite_check import ContentCheck
 from roundtable.server.store import ArtifactRow, RelayedSumRow
 from roundtable.server.store.rows import to_json
 
@@ -104,14 +103,14 @@ class IncomingSums:
         if decided:
             accepted = [each for each in decided.values() if each.status == Receipt.ACCEPTED]
             return self._told(offer, decided, taken=len(accepted) == len(offer.members))
-        if problem := _problem(wanted[0], offer):
+        step, collection = wanted[0].step, wanted[0].runner.collection
+        size, check = collection.sum_content(step)
+        if problem := _problem(wanted[0], offer, size):
             return relay_pb2.SumReceipt(problem=problem)
-        step = wanted[0].step
         owner = f"{offer.at.job}.{step.round}.{step.attempt}.{relay}.sum"
         if offer.ask:
             received = self._services.artifacts.received(owner, offer.digest)
             return relay_pb2.SumReceipt(offset=min(received, offer.size))
-        check = FiniteCheck(torch.float32)
         writer = self._services.artifacts.receive(owner, offer.digest, offer.size, check, offer.offset)
         try:
             await transfer.in_thread(self._threads, writer.open)
@@ -121,7 +120,7 @@ class IncomingSums:
             writer.close()
 
     async def _complete(
-        self, relay: str, offer: SumOffer, wanted: list[Offer], writer: BlobWriter, check: FiniteCheck
+        self, relay: str, offer: SumOffer, wanted: list[Offer], writer: BlobWriter, check: ContentCheck
     ) -> relay_pb2.SumReceipt:
         """Checks that the bytes are complete, match the digest and are finite; then all members count."""
         if writer.offset != offer.size:
@@ -159,6 +158,8 @@ class IncomingSums:
             "signature": offer.signature.hex(),
             "certificate": offer.certificate.decode(errors="replace"),
         }
+        for each in wanted:
+            runner.collection.arrived(each.client, each.update)
         row = RelayedSumRow(
             step.round, step.attempt, wanted[0].client, relay, digest, now, to_json(statement)
         )
@@ -188,13 +189,12 @@ class IncomingSums:
         return relay_pb2.SumReceipt(taken=taken, members=members)
 
 
-def _problem(member: Offer, offer: SumOffer) -> str:
-    """Why a sum can never be taken, in words; empty if nothing is wrong."""
+def _problem(member: Offer, offer: SumOffer, expected: int) -> str:
+    """Why a sum can never be taken, in words; empty if nothing is wrong. `expected` are its bytes."""
     if not member.runner.job.regions.sum:
         return "the job does not say that relays add its updates up (regions.sum)"
-    expected = 4 * member.runner.layout.sent.size
     if offer.size != expected:
-        return f"the sum has {offer.size} bytes; the job's updates have {expected} in float32"
+        return f"the sum has {offer.size} bytes; a sum of the job's updates has {expected}"
     return ""
 
 

@@ -17,9 +17,11 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roundtable.aggregation.rows.row_digests import DamagedRows
 from roundtable.client.agent.connection import Link
 from roundtable.core.errors import TransferError
 from roundtable.core.identity.credentials import SiloIdentity, create_ca, issue, load_silo_identity
+from roundtable.privacy.secagg.masks import MASKED, pack
 from roundtable.proto import agent_pb2, common_pb2, relay_pb2
 from roundtable.relay.held_updates import Held, RelaySpool
 from roundtable.relay.made_sums import SumSpool
@@ -123,8 +125,10 @@ class Region:
                 self.silos.open(Silo(name, agent_pb2.FromAgent()))
             self.sums.ordered(name, ASKED, ORDER)
 
-    def hold(self, name: str, vector: np.ndarray, examples: int = 10, **changes: Any) -> Held:
-        data = vector.astype(np.float32).tobytes()
+    def hold(
+        self, name: str, vector: Any, examples: int = 10, terms: SumTerms = TERMS, **changes: Any
+    ) -> Held:
+        data = vector.astype(np.float32).tobytes() if isinstance(vector, np.ndarray) else bytes(vector)
         fields = {"layout": TERMS.layout, "model": TERMS.model, "encoding": TERMS.encoding, **changes}
         header = agent_pb2.UploadHeader(
             step=common_pb2.Step(job="job", round=1, attempt=1, phase="train"),
@@ -137,7 +141,7 @@ class Region:
         writer.write(data)
         writer.finish()
         writer.close()
-        return self.spool.keep(name, header, relay_pb2.Bearer(silo=name), TERMS)
+        return self.spool.keep(name, header, relay_pb2.Bearer(silo=name), terms)
 
     def deliver(self, held: Held) -> None:
         async def wait() -> Any:
@@ -273,6 +277,32 @@ def test_each_update_counts_once_whoever_is_killed_or_goes_another_way(
         await region.close()
 
     asyncio.run(play())
+
+
+def test_masked_updates_are_added_in_the_ring(tmp_path: Path, identity: SiloIdentity) -> None:
+    """Of one the bits behind the last number are set: it is no vector of the ring, and is handed on."""
+
+    async def added() -> None:
+        region = Region(tmp_path, identity, Counting())
+        rows = np.random.default_rng(3).integers(0, 1 << 12, (3, 5)).astype(np.uint16)
+        terms = SumTerms("uniform", MASKED, TERMS.layout, TERMS.model, 12)
+        fields = {"encoding": MASKED, "terms": terms, "examples": 0}
+        held = [region.hold(name, pack(row, 12), **fields) for name, row in zip("zxy", rows, strict=True)]
+        spoiled = bytes(pack(rows[0], 12))[:-1] + b"\xff"
+        odd = region.hold("w", spoiled, **fields)
+        spool = SumSpool(tmp_path / "sums", "east", identity)
+        assert spool.make([*held, odd], terms).odd == [odd]
+        (kept,) = (each for each in region.spool.recover() if each.silo == "z")
+        made = spool.make([kept, *held[1:]], terms).made
+        assert made is not None
+        assert list(made.members) == list("xyz")
+        assert made.path.read_bytes() == bytes(pack(rows.sum(0, dtype=np.uint16) & 0xFFF, 12))
+        held[0].path.write_bytes(bytes(8))
+        with pytest.raises(DamagedRows, match="have changed on the disk"):
+            spool.make(held, terms)
+        await region.close()
+
+    asyncio.run(added())
 
 
 def test_the_relays_mean_is_the_flat_one(tmp_path: Path, identity: SiloIdentity) -> None:

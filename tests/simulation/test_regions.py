@@ -206,7 +206,7 @@ def test_a_region_without_a_usable_update_is_said(run):
                 }
             },
             PrivacyError,
-            "neither masks nor clipping",
+            "masks change no bit",
         ),
         (
             {"algorithm__name": "scaffold", "aggregation": {**OFF, "weighting": "uniform"}},
@@ -228,6 +228,20 @@ def test_a_region_without_a_usable_update_is_said(run):
             {"regions": {"sum": True}, "transfer": {"up": "int8"}},
             ConfigError,
             "transfer.up = 'int8' is more than",
+        ),
+        (
+            {
+                "regions": {"sum": True},
+                "privacy": {
+                    "level": "none",
+                    "secure_aggregation": True,
+                    "clip_norm": 1.0,
+                    "group_size": 3,
+                    "public_evaluation": True,
+                },
+            },
+            PrivacyError,
+            "privacy.group_size wants one of each group",
         ),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,6 +169,13 @@ class SecureAttempt:
             self.server.fold(self._announced[client], body(digests[client]))
             self.journal.add("fold", self._announced[client])
 
+    def fold_sum(self, clients: Sequence[str], digest: str, body: Body) -> None:
+        """Adds what a relay has made of the masked vectors of exactly these silos. Blocks."""
+        announcements = [self._announced[client] for client in clients]
+        self._add_sum(announcements, body(digest))
+        entry = {"sum": digest, "of": [each.hex() for each in announcements]}
+        self.journal.add("fold sum", json.dumps(entry).encode())
+
     def advance(self) -> dict[str, str]:
         """Closes the phase; returns the silos that it drops, with reasons. Sync before anything follows.
 
@@ -236,6 +243,11 @@ class SecureAttempt:
             self._adverts[client] = message
         return client
 
+    def _add_sum(self, announcements: Sequence[bytes], body: bytes) -> None:
+        if isinstance(self.server, GroupedServer):
+            raise ProtocolError("a relay's sum tells nothing of groups, and this attempt has some")
+        self.server.fold_sum(announcements, body)
+
     def _advance(self) -> dict[str, str]:
         word = WORDS.get(self.phase, "")
         self.outgoing = self.server.advance()
@@ -258,6 +270,9 @@ class SecureAttempt:
                 self.server.lose(*json.loads(data))
             case "fold":
                 self.server.fold(data, body(self.server.announced(data)[1]))
+            case "fold sum":
+                entry = json.loads(data)
+                self._add_sum([bytes.fromhex(each) for each in entry["of"]], body(entry["sum"]))
             case "advance":
                 self._advance()
 

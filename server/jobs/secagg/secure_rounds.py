@@ -19,8 +19,10 @@ from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError
 from roundtable.core.layout import Layout
 from roundtable.engine import GroupMeans, Mean
 from roundtable.engine import messages as m
+from roundtable.engine.combining.region_sums import parts_of
 from roundtable.privacy import subject_of, values_masked
 from roundtable.privacy.secagg import ServerPhase
+from roundtable.privacy.secagg.masks import MASKED
 from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.jobs.background import BackgroundTasks
@@ -32,7 +34,6 @@ from roundtable.server.storage.finite_check import AnyContent
 
 log = logging.getLogger("roundtable.server.jobs.secagg.secure_rounds")
 
-MASKED = "masked"
 SHARE_OF_DEADLINE = 0.1
 """Of the round's deadline: what an exchange of small messages may take. Unmasking may take all of it,
 because once silos have been asked for shares the round makes its model in this attempt or not at all."""
@@ -143,6 +144,11 @@ class SecureRounds:
         """A check that accepts everything: masked values are uniform."""
         return AnyContent()
 
+    def sum_content(self, step: m.Step) -> tuple[int, AnyContent]:
+        """A sum in the ring has the size of one masked vector, and is as uniform."""
+        attempt = self._current(step)
+        return (attempt.round.upload_bytes if attempt is not None else 0), AnyContent()
+
     def arrived(self, client: str, offer: UploadOffer) -> None:
         """Keeps the signed announcement of a masked vector that is here, whole."""
         attempt = self._current(offer.at.step)
@@ -178,8 +184,7 @@ class SecureRounds:
             await self._exchange
         try:
             if attempt.phase is ServerPhase.MASKED:
-                digests = {update.client: update.digest for update in action.updates}
-                await self._blocking(attempt.fold, digests, self._services.artifacts.load)
+                await self._blocking(self._fold, attempt, action.updates)
                 await self._advance(attempt)
             while attempt.phase is not ServerPhase.DONE:
                 share = SHARE_OF_DEADLINE
@@ -213,6 +218,15 @@ class SecureRounds:
         self._key = (0, 0)
         self._permitted = False
         self._changed.set()
+
+    def _fold(self, attempt: SecureAttempt, updates: Sequence[m.Update]) -> None:
+        """Adds up the masked vectors of exactly these silos, and what relays have made of theirs. Blocks."""
+        load = self._services.artifacts.load
+        for part in parts_of(updates):
+            if part[0].relay:
+                attempt.fold_sum([each.client for each in part], part[0].digest, load)
+            else:
+                attempt.fold({part[0].client: part[0].digest}, load)
 
     def _expect(self, attempt: SecureAttempt) -> None:
         """Raises AggregationError if the attempt was given up meanwhile: nobody may be asked then."""

@@ -16,8 +16,8 @@ from roundtable.core.algorithms.contract import (
     SecondModel,
 )
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.errors import PrivacyError
-from roundtable.engine.validation.algorithm_composition import check_algorithm
+from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.engine.validation.algorithm_composition import check_algorithm, check_exact
 
 PRIVATE = """[privacy]
 level = "example"
@@ -25,6 +25,21 @@ clip_norm = 1.0
 noise_multiplier = 1.0
 delta = 1e-5
 batch_size = 4"""
+
+
+EXACT = """task = "t"
+[cohort]
+size = 3
+minimum = 3
+[evaluation]
+every = 0
+[aggregation.validation]
+policy = "fail"
+norm_ratio = "off"
+[regions]
+sum = false
+"""
+MASKS = '[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1e6'
 
 
 class Everywhere(ClientAlgorithm):
@@ -59,3 +74,11 @@ def test_what_steps_of_dp_sgd_would_pass_over_is_refused_under_example_level(
         check_algorithm(private, algorithm)
     check_algorithm(private, Everywhere(plain.algorithm))
     check_algorithm(private, make_algorithm(private.algorithm))
+
+
+def test_exact_sums_go_through_relays_where_those_add_in_the_ring_alone() -> None:
+    summed = EXACT.replace("sum = false", "sum = true")
+    check_exact(parse_job(EXACT), "an analysis")
+    check_exact(parse_job(summed + MASKS), "an analysis")
+    with pytest.raises(ConfigError, match=r"nothing else than regions\.sum = false"):
+        check_exact(parse_job(summed), "an analysis")

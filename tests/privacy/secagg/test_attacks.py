@@ -611,7 +611,7 @@ def test_a_late_upload_of_a_dropped_silo_is_refused(attempt: Any) -> None:
     run.clients[0].handle(run.messages[run.names[0]])
     late = run.masked(0)
     run.until(ServerPhase.UNMASK, {0: ServerPhase.MASKED})
-    with pytest.raises(ProtocolError, match="no masked vector is expected"):
+    with pytest.raises(ProtocolError, match="does not belong in phase"):
         run.server.fold(*late)
 
 

@@ -23,7 +23,16 @@ from roundtable.privacy.secagg import (
     plain_sum,
     run_in_memory,
 )
-from roundtable.privacy.secagg.masks import PIECE_BYTES, RING_BITS, wire_bytes
+from roundtable.privacy.secagg.framing import Kind
+from roundtable.privacy.secagg.masks import (
+    PIECE_BYTES,
+    RING_BITS,
+    add_wire,
+    pack,
+    reduce_ring,
+    ring_dtype,
+    wire_bytes,
+)
 
 PHASES = (
     ServerPhase.ADVERTISE,
@@ -52,6 +61,57 @@ def test_the_sum_is_exact_for_every_pattern_of_dropouts(data: st.DataObject, att
     np.testing.assert_array_equal(run.server.total, run.expected(survivors))
     answered = {index for index in range(n) if index not in drops}
     assert all(run.clients[index].phase is ClientPhase.DONE for index in answered)
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_sums_of_sums_give_the_bits_of_the_flat_sum(data: st.DataObject, attempt: Any) -> None:
+    """Relays add vectors, and what relays below them have added; some silos come by themselves, some never,
+    and some that are in a sum are lost once it has left."""
+    n = data.draw(st.integers(4, 9), label="n")
+    ring_bits = data.draw(st.sampled_from(RING_BITS), label="ring")
+    plan = choose_parameters(n, 0.34, 0.0, ring_bits=ring_bits)
+    session = Session("job", 3, 1, data.draw(st.integers(1, 40), label="length"))
+    run = attempt(n, plan, session=session).until(ServerPhase.MASKED)
+    lost = data.draw(st.permutations(range(n)))[: data.draw(st.integers(0, n - plan.least), label="lost")]
+    never = set(lost[: data.draw(st.integers(0, len(lost)), label="never")])
+    for index, name in enumerate(run.names):
+        run.clients[index].handle(run.messages[name]) if index not in never else None
+    uploads = {index: run.masked(index) for index in range(n) if index not in never}
+    parts = [([header], body) for header, body in uploads.values()]
+    while len(parts) > 1 and data.draw(st.booleans()):
+        count = data.draw(st.integers(2, len(parts)), label="added")
+        taken, parts = parts[:count], parts[count:]
+        total = np.zeros(session.length, ring_dtype(ring_bits))
+        for _, body in taken:
+            add_wire(total, memoryview(body), ring_bits)
+        reduce_ring(total, ring_bits)
+        parts.append(([header for headers, _ in taken for header in headers], bytes(pack(total, ring_bits))))
+    for headers, body in parts:
+        for _ in range(2):
+            run.server.fold(headers[0], body) if len(headers) == 1 else run.server.fold_sum(headers, body)
+    run.messages = run.server.advance()
+    run.until(ServerPhase.DONE, dict.fromkeys(set(lost) - never, ServerPhase.CONSENT))
+    assert run.server.survivors == tuple(run.names[index] for index in sorted(uploads))
+    np.testing.assert_array_equal(run.server.total, run.expected(uploads))
+
+
+def test_a_sum_is_of_vectors_that_are_not_counted_yet(attempt: Any) -> None:
+    run = attempt(5).until(ServerPhase.MASKED)
+    for index, name in enumerate(run.names):
+        run.clients[index].handle(run.messages[name])
+    headers, bodies = zip(*(run.masked(index) for index in range(5)), strict=True)
+    run.server.fold(headers[0], bodies[0])
+    forged = run.forge(1, Kind.MASKED, bytes(32))
+    for mistaken in ([*headers[:2]], [headers[1]] * 2, [], [forged, headers[2]]):
+        with pytest.raises(ProtocolError, match=r"counted already|another round"):
+            run.server.fold_sum(mistaken, bodies[1])
+    with pytest.raises(ProtocolError, match="ring elements"):
+        run.server.fold_sum(headers[1:], bodies[1][1:])
+    for header, body in zip(headers, bodies, strict=True):
+        run.server.fold(header, body)
+    run.messages = run.server.advance()
+    np.testing.assert_array_equal(run.until(ServerPhase.DONE).server.total, run.expected(range(5)))
 
 
 @given(data=st.data())

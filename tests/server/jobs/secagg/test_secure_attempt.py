@@ -16,6 +16,7 @@ from roundtable.engine import GroupMeans
 from roundtable.engine.messages import Step
 from roundtable.privacy import SecureRound
 from roundtable.privacy.secagg import Ed25519Signer, MemoryReleases, SecAggClient, ServerPhase
+from roundtable.privacy.secagg.masks import add_wire, pack, ring_dtype
 from roundtable.server.jobs.secagg.journal import Journal
 from roundtable.server.jobs.secagg.secure_attempt import SecureAttempt
 from roundtable.server.jobs.sessions import Identity
@@ -49,6 +50,7 @@ class Silos:
         }
         self.adverts = {name: client.advertise() for name, client in self.clients.items()}
         self.uploads: dict[str, bytes] = {}
+        self.summed = False
 
     def identities(self) -> dict[str, Identity]:
         return {name: Identity(b"pem", signer.public) for name, signer in self.signers.items()}
@@ -82,7 +84,15 @@ def go_on(attempt: SecureAttempt, silos: Silos) -> bool:
         bodies = silos.mask()
         for name in bodies:
             attempt.announce(name, silos.clients[name].masked())
-        attempt.fold(bodies, silos.load)
+        here = sorted(bodies)
+        if silos.summed:
+            total = np.zeros(silos.round.length, ring_dtype(32))
+            for name in here[1:]:
+                add_wire(total, memoryview(silos.uploads[name]), 32)
+            silos.body("sum").write_bytes(pack(total, 32))
+            attempt.fold_sum(here[1:], "sum", silos.load)
+            here = here[:1]
+        attempt.fold({name: bodies[name] for name in here}, silos.load)
     elif attempt.phase is ServerPhase.ADVERTISE:
         for advert in silos.adverts.values():
             attempt.receive(advert)
@@ -105,9 +115,10 @@ def resume(folder: Path, silos: Silos) -> SecureAttempt:
     return SecureAttempt.resume("job", silos.job, COLUMNS, STEP, folder / "journal", silos.load)
 
 
-@pytest.mark.parametrize("lost", ["", "birch"])
-def test_an_attempt_can_be_taken_up_in_every_phase(tmp_path: Path, lost: str) -> None:
+@pytest.mark.parametrize(("lost", "summed"), [("", False), ("birch", False), ("birch", True)])
+def test_an_attempt_can_be_taken_up_in_every_phase(tmp_path: Path, lost: str, summed: bool) -> None:
     silos = Silos(tmp_path, lost)
+    silos.summed = summed
     attempt = begin(tmp_path, silos)
     while True:
         phase, told = attempt.phase, attempt.outgoing
