@@ -12,7 +12,7 @@ compat   generated code on the oldest and on the newest protobuf and grpcio
 browser  Chromium for the tests of the page, by this system's packages; CI asks for it, others may
 wheel    builds the wheel and runs the fast tests on it, outside the tree; arguments go to pytest
 gpu      what a GPU is asked, into docs/gpu.md: 45 minutes at most; --rehearse, --phase, --list and more
-docs     the site in build/site, checked; --serve shows it on this machine
+docs     the site in build/site, checked; --serve shows it here, --versions builds those of all releases
 dist     wheel, source distribution and bill of materials in dist/, the same bytes wherever they are built
 version  the version and the commit of this tree, for a copy that has no history: see core/evidence/release.py
 pins     writes constraints.txt from what is installed

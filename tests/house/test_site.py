@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from handbook.code_reference import metrics_of
 from handbook.notebook_pages import NOTEBOOKS, executed, notebook_page
 from handbook.reference_pages import PAGES
 from handbook.site_sources import DOCS, FROM_THE_TOP, navigation
-from playwright.sync_api import sync_playwright
+from handbook.site_versions import LATEST, LISTED, add, add_release, releases
+from playwright.sync_api import Browser, expect, sync_playwright
 from pydantic import TypeAdapter
 
 from roundtable.client.policy.config import AgentTable
@@ -124,20 +126,122 @@ def test_a_notebook_runs_and_is_stored_without_what_it_shows(notebook: Path) -> 
         assert each.get("text", "").rstrip() in page
 
 
-def test_the_site_is_built_without_a_fault_and_searched_without_a_network() -> None:
-    pytest.importorskip("zensical", reason="the extra docs is not installed")
-    site = build()
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("the site is well; its search was not tried, as there is no chromium")
-    asked: list[str] = []
+# A tree that builds its site as ours does: one page that says which release it is of, one that came later.
+BUILDER = """
+import json, pathlib, sys
+import release
+site = pathlib.Path("build/site")
+(site / "how-to").mkdir(parents=True)
+head = '<html><head></head><body><header class="md-header__topic">Site</header>'
+for page in ["index.html", *release.LATER]:
+    (site / page).write_text(head + release.NAME)
+"""
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Path:
+    """Releases 0.2.0 and 0.10.0 of a project, and a tag that marks none."""
+    tree = tmp_path / "project"
+    (tree / "tools" / "handbook").mkdir(parents=True)
+    (tree / "tools" / "tree.py").write_text(
+        "from pathlib import Path; Path('build/tree').mkdir(parents=True)"
+    )
+    (tree / "tools" / "handbook" / "build_site.py").write_text(BUILDER)
+
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *who, *words], cwd=tree, check=True, capture_output=True)
+
+    git("init")
+    for version, later in (("0.2.0", []), ("0.10.0", ["how-to/new.html"])):
+        release = f"NAME, LATER = 'of {version}', {later}"
+        (tree / "tools" / "handbook" / "release.py").write_text(release)
+        git("add", ".")
+        git("commit", "-m", version)
+        git("tag", f"v{version}")
+    git("tag", "vintage")
+    return tree
+
+
+def test_releases_stand_side_by_side_and_lead_to_the_same_page_without_a_network(
+    history: Path, tmp_path: Path, browser: Browser
+) -> None:
+    folder = tmp_path / "versions"
+    assert releases(history) == ["0.10.0", "0.2.0"]
+    for version in ("0.2.0", "0.10.0", "0.2.0"):
+        add_release(version, folder, history)
+    ours = tmp_path / "site"
+    (ours / "how-to").mkdir(parents=True)
+    for name in ("index.html", "how-to/new.html"):
+        (ours / name).write_text('<html><head></head><body><header class="md-header__topic">Site</header>')
+    add(ours, LATEST, folder)
+    with pytest.raises(
+        SystemExit, match=r"no tag v0\.3\.0: the releases of this history are 0\.10\.0, 0\.2\.0"
+    ):
+        add_release("0.3.0", folder, history)
+    worktrees = subprocess.run(
+        ["git", "worktree", "list"], cwd=history, capture_output=True, text=True, check=True
+    )
+    assert len(worktrees.stdout.splitlines()) == 1
+    assert [each["version"] for each in json.loads((folder / LISTED).read_text())] == [
+        "latest",
+        "0.10.0",
+        "0.2.0",
+    ]
+    page = browser.new_page()
+    page.goto((folder / "index.html").as_uri())
+    page.wait_for_url("**/0.10.0/index.html")
+    page.goto((folder / "0.10.0" / "how-to" / "new.html").as_uri())
+    expect(page.get_by_role("button", name="shown is 0.10.0")).to_be_visible()
+    page.get_by_role("link", name="latest").click()
+    page.wait_for_url("**/latest/how-to/new.html")
+    page.get_by_role("link", name="0.2.0").click()
+    page.wait_for_url("**/0.2.0/index.html")
+    expect(page.get_by_text("of 0.2.0")).to_be_visible()
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    """A real one; skips where there is none."""
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("there is no chromium")
     with sync_playwright() as playwright:
-        shown = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = shown.new_page()
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto((site / "index.html").as_uri())
-        page.get_by_role("button", name="Search").first.click()
-        page.get_by_placeholder("Search").fill("trimmed mean")
-        page.get_by_text("Groups and a robust rule").first.wait_for()
-        shown.close()
+        started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    """The built site, in which the check has found no fault."""
+    pytest.importorskip("zensical", reason="the extra docs is not installed")
+    return build()
+
+
+def test_the_site_is_built_without_a_fault(site: Path) -> None:
+    assert (site / "index.html").is_file()
+
+
+def test_the_site_is_searched_and_its_versions_chosen_without_a_network(
+    site: Path, tmp_path: Path, browser: Browser
+) -> None:
+    add(site, "0.1.0", tmp_path)
+    add(site, LATEST, tmp_path)
+    asked: list[str] = []
+    page = browser.new_page()
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((tmp_path / LATEST / "how-to" / "upgrade.html").as_uri())
+    page.get_by_role("button", name="Search").first.click()
+    page.get_by_placeholder("Search").fill("trimmed mean")
+    page.get_by_text("Groups and a robust rule").first.wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="shown is latest").focus()
+    page.get_by_role("link", name="0.1.0").click()
+    page.wait_for_url("**/0.1.0/how-to/upgrade.html")
+    page.set_viewport_size({"width": 380, "height": 700})
+    for notebook in NOTEBOOKS:
+        page.goto((tmp_path / LATEST / "notebooks" / f"{notebook.stem}.html").as_uri())
+        width = "document.documentElement.scrollWidth"
+        assert page.evaluate(width) <= 380, f"{notebook.stem} is pushed wide by what a cell shows"
     assert [address for address in asked if not address.startswith("file:") and "data:" not in address] == []

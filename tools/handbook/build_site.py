@@ -1,7 +1,8 @@
-"""Builds the site into build/site/ and checks it: `python tools/handbook/build_site.py`; --serve shows it."""
+"""Builds the site into build/site/ and checks it: `python tools/handbook/build_site.py`, see --help."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import http.server
 import os
@@ -19,7 +20,9 @@ from environments import ROOT
 
 from handbook.built_site import faults_of
 from handbook.site_sources import navigation, write_sources
+from handbook.site_versions import LATEST, add, add_release, releases
 
+VERSIONS = ROOT / "build" / "versions"
 SITE = ROOT / "build" / "site"
 SHIM = ROOT / "tools" / "handbook" / "iframe-worker.js"
 FOREIGN_SHIM = "https://unpkg.com/iframe-worker/shim"
@@ -72,8 +75,33 @@ def serve(site: Path) -> None:
             print("", flush=True)
 
 
+def main() -> None:
+    """Builds this tree's site, or those of several versions side by side."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--serve", action="store_true", help="show it on this machine until Ctrl-C")
+    parser.add_argument(
+        "--versions",
+        nargs="*",
+        metavar="VERSION",
+        help="add these to the versions in --into: a release's number, latest for this tree; none: all",
+    )
+    parser.add_argument("--into", type=Path, default=VERSIONS, help="folder of the versions, build/versions")
+    said = parser.parse_args()
+    shown = SITE
+    if said.versions is None:
+        build()
+    else:
+        shown = said.into
+        for version in said.versions or [LATEST, *releases()]:
+            print(f"building {version}", flush=True)
+            if version == LATEST:
+                add(build(), LATEST, shown)
+            else:
+                add_release(version, shown)
+    print(f"{sum(1 for _ in shown.rglob('*.html'))} pages: open {shown / 'index.html'}", flush=True)
+    if said.serve:
+        serve(shown)
+
+
 if __name__ == "__main__":
-    built = build()
-    print(f"{sum(1 for _ in built.rglob('*.html'))} pages: open {built / 'index.html'}", flush=True)
-    if "--serve" in sys.argv[1:]:
-        serve(built)
+    main()
