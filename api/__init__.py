@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from roundtable.client.adapters.flower_app import flower_app
     from roundtable.client.adapters.flower_client import flower_client
     from roundtable.client.adapters.nvflare_script import nvflare_script
+    from roundtable.client.analysis_task import OwnAnalysis
     from roundtable.client.join import join
     from roundtable.client.streams.tar_shards import TarShards
     from roundtable.core import measures as metrics
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from roundtable.core.algorithms.round_context import Context
     from roundtable.core.algorithms.step import LocalStep
     from roundtable.core.algorithms.table import AlgorithmTable
+    from roundtable.core.analyses.own_question import OwnForm, OwnSum
     from roundtable.core.config import JobConfig, load_job
     from roundtable.core.encodings.codec import Codec
     from roundtable.core.encodings.encoding import Traits
@@ -67,6 +69,9 @@ __all__ = [
     "Moved",
     "OperatorClient",
     "OptimizerState",
+    "OwnAnalysis",
+    "OwnForm",
+    "OwnSum",
     "RoundtableError",
     "RuleResult",
     "SelectionStrategy",
@@ -111,6 +116,9 @@ _HOMES = {
     "Moved": "roundtable.core.algorithms.contract",
     "OperatorClient": "roundtable.operator",
     "OptimizerState": "roundtable.aggregation.optimizers",
+    "OwnAnalysis": "roundtable.client.analysis_task",
+    "OwnForm": "roundtable.core.analyses.own_question",
+    "OwnSum": "roundtable.core.analyses.own_question",
     "RoundtableError": "roundtable.core.errors",
     "RuleResult": "roundtable.aggregation.registry",
     "SelectionStrategy": "roundtable.engine.foreign_selection",

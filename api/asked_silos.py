@@ -22,22 +22,28 @@ if TYPE_CHECKING:
 TASK = "analysis"
 
 
-def offering(operator: OperatorClient) -> int:
-    """How many silos of the coordinator answer analyses. ConfigError where none does."""
-    silos = sum(TASK in client.tasks for client in operator.clients())
+def offering(operator: OperatorClient, task: str = TASK) -> int:
+    """How many silos of the coordinator answer analyses, by this task. ConfigError where none does."""
+    plain = Path(task.partition(":")[0]).stem
+    silos = sum(task in client.tasks or plain in client.tasks for client in operator.clients())
     if not silos:
+        reference = task if task == TASK else "FILE.py:CLASS"
+        kind = "analyses" if task == TASK else repr(plain)
         raise ConfigError(
-            'no silo of the coordinator offers analyses yet: a silo does by [tasks] analysis = "analysis" in '
-            "its agent.toml"
+            f"no silo of the coordinator offers {kind} yet: a silo does "
+            f'by [tasks] {plain} = "{reference}" in its agent.toml'
         )
     return silos
 
 
-def begin(operator: OperatorClient, analysis: JobConfig, request: str | None = None) -> Job:
-    """Submits the job of an analysis; the same `request` twice gives the same one."""
-    prepared = prepare_job(analysis, Path.cwd())
-    with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:
-        model = Path(folder) / "analysis.safetensors"
+def begin(
+    operator: OperatorClient, analysis: JobConfig, request: str | None = None, folder: Path | None = None
+) -> Job:
+    """Submits the job of an analysis, whose code lies in `folder`; the same `request` twice gives the same
+    one."""
+    prepared = prepare_job(analysis, Path.cwd() if folder is None else folder)
+    with tempfile.TemporaryDirectory(prefix="roundtable-") as place:
+        model = Path(place) / "analysis.safetensors"
         save_model(model, prepared.model)
         return operator.submit(prepared.job, model, request)
 

@@ -11,18 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
+from roundtable.client.analysis_task import OwnAnalysis
 from roundtable.core import extras
 from roundtable.core.algorithms.analysis import LEAST_COUNT, answers_of
+from roundtable.core.analyses.own_question import OwnTable
 from roundtable.core.analyses.question import Answer
 from roundtable.core.analyses.questions_table import AnyQuestion
 from roundtable.core.config import JobConfig, job_document
-from roundtable.core.errors import AggregationError, ConfigError
+from roundtable.core.errors import AggregationError, ConfigError, RoundtableError
+from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.core.paths import AnyPath
+from roundtable.core.plugins.doors import described
 from roundtable.core.tables.table_description import Columns, DataTableTable, Header
-from roundtable.core.toml import validate
-from roundtable.core.toml_tables import Name, Table, as_tuple
+from roundtable.core.task import load_task
+from roundtable.core.toml import validate, with_place
+from roundtable.core.toml_tables import Name, Open, Table, as_tuple
 from roundtable.engine.analysis_job import analysis_job
 from roundtable.privacy.secagg import MINIMUM_COHORT
 
@@ -55,6 +60,21 @@ class SurveyFile(Table):
     cohort: int | None = Field(
         None, ge=1, description="with a coordinator: how many silos take part; default: all that it has"
     )
+    code: str | None = Field(
+        None, min_length=1, description='what asks the question "own": file.py:Class, or an installed task'
+    )
+    parameters: Open = Field(default_factory=dict, description="of the code's class, by name")
+    _folder: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @property
+    def folder(self) -> Path:
+        """Where its code lies."""
+        return self._folder
+
+    @property
+    def task(self) -> JobTaskTable:
+        """The task of its job."""
+        return JobTaskTable.model_validate({**self.parameters, "name": self.code or "analysis"})
 
 
 @dataclass(frozen=True)
@@ -150,8 +170,43 @@ def load_survey(path: AnyPath, overrides: Mapping[str, Any] | None = None) -> Su
     document = job_document(path, overrides)
     survey = validate(SurveyFile, document)
     folder = Path(path).resolve().parent
+    survey._folder = folder
     made = {name: _local_table(survey, value, folder) for name, value in survey.silos.items()}
-    return survey.model_copy(update={"silos": made})
+    with with_place(document):
+        questions = _with_form(survey)
+    return survey.model_copy(update={"silos": made, "questions": questions})
+
+
+def _with_form(survey: SurveyFile) -> tuple[AnyQuestion, ...]:
+    """The questions, with what the survey's code asks for in the place of `own`. ConfigError for code that
+    nobody asks, or that is none of an analysis."""
+    own = [question for question in survey.questions if isinstance(question, OwnTable)]
+    if survey.code is None:
+        if survey.parameters:
+            raise ConfigError("parameters are those of code, and the survey names none", key=("parameters",))
+        return survey.questions  # A question "own" says itself that it needs code.
+    if len(own) != 1:
+        raise ConfigError(
+            f'code = {survey.code!r} answers one question, ask = "own", and the survey has {len(own)}',
+            key=("code",),
+        )
+    code = load_task(survey.code, survey.folder, parameters=survey.parameters)
+    if not isinstance(code, OwnAnalysis):
+        raise ConfigError(f"{survey.code!r} is no rt.OwnAnalysis", key=("code",))
+    try:
+        form = code.form(survey.columns)
+    except RoundtableError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{type(code).__name__}.form() failed: {described(error)}", key=("code",)
+        ) from error
+    if own[0].form not in (None, form):
+        raise ConfigError(f"{survey.code!r} asks for something else than the survey's form", key=("code",))
+    return tuple(
+        question.model_copy(update={"form": form}) if question is own[0] else question
+        for question in survey.questions
+    )
 
 
 def _local_table(survey: SurveyFile, value: str | DataTableTable, folder: Path) -> DataTableTable:
@@ -175,7 +230,9 @@ def survey_job(survey: SurveyFile, silos: int) -> JobConfig:
         if isinstance(each, DataTableTable)
     ]
     name = survey.name or survey.table
-    return analysis_job(asked, silos, masked=survey.secure_aggregation, name=name, tables=tables)
+    return analysis_job(
+        asked, silos, masked=survey.secure_aggregation, name=name, tables=tables, task=survey.task
+    )
 
 
 def analyse(
@@ -198,15 +255,19 @@ def analyse(
             "the survey names no [silos] with their files: name them, or give --coordinator to ask its silos"
         )
     job = survey_job(survey, len(survey.silos))
-    result = simulate(job, progress=progress or False)
+    result = simulate(job, progress=progress or False, folder=survey.folder)
     if result.status != "finished":
         raise AggregationError(_with_names(f"{job.title}: {result.reason}", survey))
-    return findings_of(job, result.model.vector, len(result.history))
+    return findings_of(job, result.model.vector, len(result.history), survey.folder)
 
 
-def findings_of(job: JobConfig, vector: Any, rounds: int) -> SurveyAnswers:
-    """The findings in an analysis's global vector. TaskError for a job that is no analysis."""
-    answers, silos = answers_of(job.algorithm, vector)
+def findings_of(job: JobConfig, vector: Any, rounds: int, folder: Path | None = None) -> SurveyAnswers:
+    """The findings in an analysis's global vector; `folder` is where code of one's own lies, without which
+    its answer is the totals. TaskError for a job that is no analysis."""
+    code = None
+    if job.task.name != "analysis" and folder is not None:
+        code = load_task(job.task.name, folder, parameters=job.task.parameters)
+    answers, silos = answers_of(job.algorithm, vector, code)
     masked = getattr(job.privacy, "secure_aggregation", False)
     return SurveyAnswers(job.title, answers, silos, rounds, masked, getattr(job.algorithm, "least_count", 0))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from roundtable.core.algorithms.analysis import OPEN, AnalysisTable
 from roundtable.core.config import JobConfig
+from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.core.toml import TomlDocument, validate
 from roundtable.privacy.secure_round import exact_norm
 
@@ -16,12 +17,18 @@ _SPARE_ROUNDS = 3
 
 
 def analysis_job(
-    asked: Mapping[str, Any], silos: int, *, masked: bool, name: str, tables: Sequence[Any] = ()
+    asked: Mapping[str, Any],
+    silos: int,
+    *,
+    masked: bool,
+    name: str,
+    tables: Sequence[Any] = (),
+    task: JobTaskTable | None = None,
 ) -> JobConfig:
     """The job that asks so many silos what `asked` says, the keys of [algorithm].
 
-    `tables` are descriptions of simulated silos' tables, one each; none for a coordinator's silos. Raises
-    ConfigError for a question that the columns do not allow.
+    `tables` are descriptions of simulated silos' tables, one each; none for a coordinator's silos. `task`
+    where it is not what is built in. Raises ConfigError for a question that the columns do not allow.
     """
     table = AnalysisTable.model_validate({"name": "analysis", **asked})
     questions = table.survey
@@ -35,7 +42,7 @@ def analysis_job(
         validation = {}
     local = {"clients": silos, "data": {table.table: [*tables]}, "backend": "sequential"} if tables else {}
     values = {
-        "task": "analysis",
+        "task": "analysis" if task is None else task.model_dump(mode="json"),
         "name": name,
         "rounds": questions.rounds + _SPARE_ROUNDS,
         "algorithm": {"name": "analysis", **asked},

@@ -131,25 +131,27 @@ def _by_silos(
 
     if report is not None:
         _signer(operator)
-    silos = survey.cohort or offering(operator)
+    silos = survey.cohort or offering(operator, survey.task.name)
     analysis = survey_job(survey.model_copy(update={"silos": {}}), silos)
     with interruptible("Nothing was started; the same command begins anew."):
-        submitted = begin(operator, analysis)
+        submitted = begin(operator, analysis, folder=survey.folder)
     say(f"Submitted analysis {submitted.id} ({submitted.name}) to {silos} silos.", err=quiet)
     hint = f"The analysis goes on; see its answers by `roundtable analyse --job {submitted.id}`."
     with interruptible(hint):
         follow(operator.watch(submitted.id, 1), Silent() if quiet else make_display(False))
-    return _of_job(operator, submitted.id, report)
+    return _of_job(operator, submitted.id, report, survey.folder)
 
 
-def _of_job(operator: OperatorClient, job: str, report: Path | None) -> SurveyAnswers:
+def _of_job(
+    operator: OperatorClient, job: str, report: Path | None, folder: Path | None = None
+) -> SurveyAnswers:
     from roundtable.asked_silos import outcome
     from roundtable.core.config import job_from_json
     from roundtable.survey_report import write_report
     from roundtable.surveys import findings_of
 
     detail, vector = outcome(operator, job)
-    findings = findings_of(job_from_json(detail.job_config), vector, detail.job.rounds_done)
+    findings = findings_of(job_from_json(detail.job_config), vector, detail.job.rounds_done, folder)
     if report is not None:
         write_report(report, findings, _signer(operator), detail.job.id, detail.job_config)
     return findings

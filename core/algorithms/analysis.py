@@ -131,7 +131,7 @@ class Analysis(ClientAlgorithm):
             _check_seen(round.kept.get(_SEEN), seen)
         if not all(np.isfinite(numbers).all() for numbers in public.values()):
             raise ProtocolError("the analysis came with public numbers that are not finite")
-        sums = survey.sums(table, public)
+        sums = survey.sums(table, public, getattr(data, "code", None))
         if round.alone:
             _check_cells(sums, survey, self.of.least_count)
         if len(table) < self.of.least_count:
@@ -178,14 +178,14 @@ class AnalysisServer(ServerAlgorithm):
         )
 
 
-def answers_of(table: AlgorithmTable, vector: Tensor) -> tuple[list[Answer], int]:
-    """The answers that a job's global vector holds, and over how many silos. TaskError for a job that is no
-    analysis."""
+def answers_of(table: AlgorithmTable, vector: Tensor, code: Any = None) -> tuple[list[Answer], int]:
+    """The answers that a job's global vector holds, and over how many silos; `code` makes those to questions
+    that are not built in. TaskError for a job that is no analysis."""
     if not isinstance(table, AnalysisTable):
         raise TaskError(f"a job with algorithm {table.name!r} is no analysis")
     places = table.survey.public_places
     public = places.unpack(vector[len(vector) - places.size :])
-    return table.survey.answers(public), int(public["silos"][0])
+    return table.survey.answers(public, code), int(public["silos"][0])
 
 
 def _fingerprint(table: DataTable) -> Tensor:

@@ -112,6 +112,10 @@ class Question:
         """The most rounds that it takes."""
         return self.most_rounds
 
+    def run_by(self, code: Any) -> Question:
+        """The same for code of one's own, which a question that is not built in needs."""
+        return self
+
     def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
         """A silo's sums of this stage."""
         raise NotImplementedError

@@ -12,6 +12,7 @@ from roundtable.core.analyses.correlations import Correlation
 from roundtable.core.analyses.counted_cells import ColumnHistogram, Contingency
 from roundtable.core.analyses.moments import Anova, Describe, TTest
 from roundtable.core.analyses.order_statistics import Quantiles
+from roundtable.core.analyses.own_question import OwnTable
 from roundtable.core.analyses.question import Question
 from roundtable.core.analyses.regressions.regression_tables import (
     ElasticNetTable,
@@ -165,6 +166,7 @@ AnyQuestion = Annotated[
     | CoxTable
     | WeightedCoxTable
     | ConcordanceTable
-    | BoostedTreesTable,
+    | BoostedTreesTable
+    | OwnTable,
     Field(discriminator="ask"),
 ]

@@ -81,14 +81,17 @@ class Survey:
             shapes |= {f"{number}.{name}": shape for name, shape in question.kept.items()}
         return PublicPlaces(shapes)
 
-    def sums(self, table: DataTable, public: Mapping[str, Doubles]) -> dict[str, Doubles]:
-        """What a silo sends in the round that these public numbers begin: nothing for what is answered."""
+    def sums(self, table: DataTable, public: Mapping[str, Doubles], code: Any = None) -> dict[str, Doubles]:
+        """What a silo sends in the round that these public numbers begin: nothing for what is answered.
+
+        `code` asks what is not built in.
+        """
         found: dict[str, Doubles] = {}
         for number, question in enumerate(self.questions):
             own = _own(public, number)
             stage = float(own["stage"][0])
             if 0 <= stage < DONE:
-                made = question.sums(table, own, int(stage))
+                made = question.run_by(code).sums(table, own, int(stage))
                 found |= {f"{number}.{name}": values for name, values in made.items()}
         return found
 
@@ -111,9 +114,12 @@ class Survey:
         stages = [float(public[f"{number}.stage"][0]) for number in range(len(self.questions))]
         return sum(0 <= stage < DONE for stage in stages)
 
-    def answers(self, public: Mapping[str, Doubles]) -> list[Answer]:
-        """What the public numbers say, a question each."""
-        return [question.report(_own(public, number)) for number, question in enumerate(self.questions)]
+    def answers(self, public: Mapping[str, Doubles], code: Any = None) -> list[Answer]:
+        """What the public numbers say, a question each; `code` answers what is not built in."""
+        return [
+            question.run_by(code).report(_own(public, number))
+            for number, question in enumerate(self.questions)
+        ]
 
 
 def _own(numbers: Mapping[str, Doubles], number: int) -> dict[str, Doubles]:

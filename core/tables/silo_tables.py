@@ -28,6 +28,8 @@ class SiloTables(Mapping[str, DataTableTable]):
             for name, value in options.items()
         }
         self._read: dict[str, tuple[Any, DataTable]] = {}
+        self.code: Any = None
+        """What asks them, where that is not built in."""
 
     @override
     def __getitem__(self, name: str) -> DataTableTable:
