@@ -25,12 +25,12 @@ if TYPE_CHECKING:
         ClientAlgorithm,
         ClientRound,
         Composition,
-        GradientWork,
         Moved,
         Sent,
         ServerAlgorithm,
         ServerRound,
     )
+    from roundtable.core.algorithms.gradient_work import GradientWork
     from roundtable.core.algorithms.round_context import Context
     from roundtable.core.algorithms.step import LocalStep
     from roundtable.core.algorithms.table import AlgorithmTable
@@ -109,7 +109,7 @@ _HOMES = {
     "Composition": "roundtable.core.algorithms.contract",
     "Context": "roundtable.core.algorithms.round_context",
     "EncodingError": "roundtable.core.errors",
-    "GradientWork": "roundtable.core.algorithms.contract",
+    "GradientWork": "roundtable.core.algorithms.gradient_work",
     "HuggingFaceTask": "roundtable.core.foundation.huggingface_task",
     "JobConfig": "roundtable.core.config",
     "LocalStep": "roundtable.core.algorithms.step",

@@ -115,7 +115,8 @@ def refusal(name: str, column: str) -> str:
             check_step(job)
         elif column == HOOKED:
             hook = make_algorithm(job.algorithm).hooked()
-            return f"its {hook} works on each client's module, which trains by itself there" if hook else ""
+            by_itself = f"its {hook} works on each client's module, which trains by itself there"
+            return by_itself if hook == "while_training" else ""
         else:
             make_plan(job, 8)
     except (ConfigError, PrivacyError) as error:

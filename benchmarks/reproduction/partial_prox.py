@@ -7,7 +7,8 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Composition, GradientWork
+from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Composition
+from roundtable.core.algorithms.gradient_work import Gradients, GradientWork, Held
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.toml_tables import Finite
 
@@ -41,18 +42,20 @@ class PartialProx(ClientAlgorithm):
         round.scratch["last"] = steps * done // epochs
 
     @override
-    def before_gradient(self, work: GradientWork) -> Tensor | None:
-        if work.number == 1:
-            work.round.scratch["start"] = [parameter.detach().clone() for parameter in work.parameters]
-        # Without a gradient a step leaves the weights as they are.
-        return torch.zeros(()) if work.number > work.round.scratch["last"] else None
+    def holds(self, round: ClientRound) -> Held:
+        return {"start": round.vector}
 
     @override
-    def after_gradient(self, work: GradientWork) -> None:
+    def phase(self, round: ClientRound, number: int) -> bool:
+        """Whether the client still trains."""
+        return number <= int(round.scratch["last"])
+
+    @override
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
         assert isinstance(self.table, PartialProxTable)
-        if work.number > work.round.scratch["last"]:
-            return
-        with torch.no_grad():
-            for parameter, start in zip(work.parameters, work.round.scratch["start"], strict=True):
-                assert parameter.grad is not None
-                parameter.grad.add_(parameter - start, alpha=self.table.mu)
+        if not work.phase:
+            # Without a gradient a step leaves the weights as they are.
+            return torch.zeros(()), [None] * len(work.weights)
+        loss, found = work.gradients()
+        trios = zip(found, work.weights, work.held("start"), strict=True)
+        return loss, [g if g is None else g + (y - x) * self.table.mu for g, y, x in trios]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,11 @@ class AlgorithmRound:
         self.round = begun(work, context, trained, measure)
         self.constant = self._begin()
         self.second = self.algorithm.second(self.round)
+        self.held = self.algorithm.holds(self.round)
+
+    def phase(self, number: int) -> Hashable:
+        """The phase of step `number`, from 1."""
+        return self.algorithm.phase(self.round, number)
 
     def _begin(self) -> Tensor | None:
         constant = self.algorithm.begin(self.round)
@@ -62,13 +67,19 @@ class AlgorithmRound:
 
     def ends_second(self, values: Tensor) -> None:
         """What the second model [d] ended with, for `end`. Raises InvalidUpdate where it is not finite."""
-        if not values.isfinite().all():
-            name = self.algorithm.table.name
-            raise InvalidUpdate(
-                "non_finite",
-                f"a client's own model of algorithm {name!r} is not finite any more; lower its learning rate",
-            )
-        self.round.scratch[SECOND] = values
+        self.ends_held({SECOND: values})
+
+    def ends_held(self, values: Mapping[str, Tensor]) -> None:
+        """What became of all that is held, for `end`. Raises InvalidUpdate where it is not finite."""
+        for value in values.values():
+            if not value.isfinite().all():
+                name = self.algorithm.table.name
+                raise InvalidUpdate(
+                    "non_finite",
+                    f"a client's own model of algorithm {name!r} is not finite any more; lower its learning "
+                    "rate",
+                )
+        self.round.scratch.update(values)
 
     def _by_parameter(
         self, vector: Tensor | None, module: nn.Module, parameters: Sequence[nn.Parameter]

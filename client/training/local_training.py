@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from roundtable.client.training.algorithm_round import AlgorithmRound, trained_slices
 from roundtable.client.training.arrays import arrays_of, fit_result, state_of
 from roundtable.client.training.batches import Batch, asking, ordered_batches
-from roundtable.client.training.corrections import make_correction
 from roundtable.client.training.local_work import BeforeBatch, Execution, LocalUpdate, LocalWork
 from roundtable.client.training.micro_batches import CannotSplit
 from roundtable.client.training.module_state import borrowed, isolated_randomness, outside
 from roundtable.client.training.optimizer_state import restore_state, state_tensors
 from roundtable.client.training.private_training import add_own_noise, fit_privately, only_parameters
+from roundtable.client.training.sgd import make_correction
 from roundtable.client.training.silo_account import Protection
 from roundtable.client.training.stream_batches import RoundBatches
 from roundtable.client.training.training_loop import TrainingLoop, train_second, watched

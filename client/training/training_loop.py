@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from roundtable.client.training.algorithm_round import AlgorithmRound
 from roundtable.client.training.batches import Batch, asking, count_examples
-from roundtable.client.training.corrections import Correction, make_correction
 from roundtable.client.training.local_work import Execution, LocalWork, Progress, examples_to_see
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.micro_batches import backward_in_parts, check_splittable
-from roundtable.client.training.sgd import SGD, RoundSchedule
-from roundtable.core.algorithms.contract import GradientWork
+from roundtable.client.training.module_work import ModuleWork
+from roundtable.client.training.sgd import SGD, Correction, RoundSchedule, make_correction
 from roundtable.core.errors import InvalidUpdate, TaskError
 from roundtable.core.task import Task
 
@@ -54,15 +53,18 @@ class TrainingLoop:
         self._place = f"round {work.round}"
         self._losses = _Losses(self._place)
         self.optimizer = make_optimizer(task, parameters, work, rules)
+        self._own: ModuleWork | None = None
+        if type(rules.algorithm).makes_gradients():
+            layout = work.layout.model
+            self._own = ModuleWork(task, module, parameters, rules, layout, self._gradient)
         self._schedule = RoundSchedule(self.optimizer, work.job.algorithm, rules.round.context.steps)
         self.steps = 0
 
     def fit(self, batches: Iterator[Batch], correct: Correction | None, watch: Watch | None = None) -> None:
         """Takes one optimizer step for each batch. Raises InvalidUpdate for a loss that is not finite."""
-        hooked = self._rules.algorithm.hooked() is not None
         for batch in batches:
             self.optimizer.zero_grad()
-            loss = self._hooked(batch) if hooked else self._gradient(batch)
+            loss = self._gradient(batch) if self._own is None else self._own_gradient(self._own, batch)
             if correct is not None:
                 correct()
             for parameter in self._resting:
@@ -75,6 +77,8 @@ class TrainingLoop:
             self._losses.add(loss.detach(), batch, watch)
         self._losses.look(watch)
         self.optimizer.zero_grad()
+        if self._own is not None:
+            self._rules.ends_held(self._own.ended())
 
     @property
     def loss(self) -> float:
@@ -101,22 +105,12 @@ class TrainingLoop:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    def _hooked(self, batch: Batch) -> Tensor:
-        """The gradient between the algorithm's hooks."""
-
-        def compute() -> Tensor:
-            self.optimizer.zero_grad()
-            return self._gradient(batch)
-
-        algorithm, number = self._rules.algorithm, self.steps + 1
-        work = GradientWork(
-            self._rules.round, number, self._task, self._module, self._parameters, batch.data, compute
-        )
-        loss = algorithm.before_gradient(work)
-        if loss is None:
-            loss = compute()
-        algorithm.after_gradient(work)
-        return loss.detach()
+    def _own_gradient(self, own: ModuleWork, batch: Batch) -> Tensor:
+        own.phase = self._rules.phase(self.steps + 1)
+        loss, gradients = own.take(batch)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return loss
 
 
 def train_second(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
-from roundtable.client.training.corrections import Correction, make_correction
+from roundtable.client.training.sgd import Correction, make_correction
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import local_of
 from roundtable.cluster.parallel.strategy import Strategy, by_entry, cannot_offload_state

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.training.batches import count_examples, ordered_batches
-from roundtable.client.training.corrections import Correction
 from roundtable.client.training.metrics import Counts, Metrics, add, checked
 from roundtable.client.training.module_state import isolated_randomness
-from roundtable.client.training.sgd import RoundSchedule
+from roundtable.client.training.sgd import Correction, RoundSchedule
 from roundtable.cluster.parallel.apply_strategy import set_products
 from roundtable.cluster.parallel.experts import expert_loads
 from roundtable.cluster.parallel.meshes import Meshes

@@ -11,7 +11,7 @@ job before round 1. The methods are hooks; one that is not overridden costs noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from roundtable.core.algorithms.gradient_work import Gradients, GradientWork, Held
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.algorithms.table import AlgorithmTable
@@ -168,31 +169,18 @@ class SecondModel:
     steps: int | None = None
 
 
-@dataclass(frozen=True)
-class GradientWork:
-    """A step as the hooks around its gradient see it; `number` from 1.
-
-    `compute` makes the gradients of the batch anew at the weights as they are, and gives the loss.
-    Hooks may change weights and gradients; the step leaves a parameter without one alone.
-    """
-
-    round: ClientRound
-    number: int
-    task: Any
-    module: nn.Module
-    parameters: Sequence[nn.Parameter]
-    batch: Any
-    compute: Callable[[], Tensor]
-
-
 class ClientAlgorithm:
-    """One way to train at a client. An instance serves one job; what differs by client is in the round."""
+    """One way to train at a client. An instance serves one job; what differs by client is in the round.
+
+    looks_back: whether `gradients` looks at the batch of the step before.
+    """
 
     Table: ClassVar[type[AlgorithmTable]] = AlgorithmTable
     places: tuple[AlgorithmPlace, ...] = ()
     composition: Composition = Composition()
     measures: bool = False
     answers: bool = False
+    looks_back: bool = False
 
     def __init__(self, table: AlgorithmTable) -> None:
         self.table = table
@@ -232,12 +220,21 @@ class ClientAlgorithm:
         """
         return nullcontext()
 
-    def before_gradient(self, work: GradientWork) -> Tensor | None:
-        """Before the gradient of each step is made; or, where it gives a loss, in the place of that."""
+    def holds(self, round: ClientRound) -> Held:
+        """What the client holds beside its model until the round's end, as it is at first; after `begin`.
+
+        `end` finds in `round.scratch` what became of it, by name. Running statistics of a vector [d] are
+        moved by passes that say so.
+        """
+        return {}
+
+    def phase(self, round: ClientRound, number: int) -> Hashable:
+        """What kind of step the round's step `number`, from 1, is, where `gradients` tells several apart."""
         return None
 
-    def after_gradient(self, work: GradientWork) -> None:
-        """After it, before correction, clipping and the step."""
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
+        """Loss [] and gradient of a step, before correction, clipping and the step; what has None stays."""
+        return work.gradients()
 
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
         """After the last step: `update` is local − global [d] of so many steps."""
@@ -252,10 +249,15 @@ class ClientAlgorithm:
 
     def hooked(self) -> str | None:
         """The hook by which it changes a step in a way that `step` does not say; None if there is none."""
-        for name in ("while_training", "before_gradient", "after_gradient"):
+        for name in ("while_training", "gradients"):
             if getattr(type(self), name) is not getattr(ClientAlgorithm, name):
                 return name
         return None
+
+    @classmethod
+    def makes_gradients(cls) -> bool:
+        """Whether a step's gradient is another than that of the task's loss."""
+        return cls.gradients is not ClientAlgorithm.gradients
 
     @classmethod
     def rests(cls) -> bool:

@@ -7,11 +7,14 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import ClientAlgorithm, Composition, GradientWork
+from roundtable.core.algorithms.contract import ClientAlgorithm, Composition
 from roundtable.core.algorithms.fedavg import WHOLE_UPDATE_LEVELS
-from roundtable.core.algorithms.passes import without_statistics
+from roundtable.core.algorithms.gradient_work import Gradients, GradientWork
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.toml_tables import Finite
+
+_NOTHING = 1e-36
+"""Beside ‖g‖², so that a gradient of zero moves by zero; lost in the rounding of any other."""
 
 
 class FedSamTable(AlgorithmTable):
@@ -23,24 +26,23 @@ class FedSamTable(AlgorithmTable):
 class FedSam(ClientAlgorithm):
     """The gradient at y + ρ g/‖g‖, on the same batch; the norm is over all parameters together.
 
-    The first pass alone moves running statistics. Where the gradient is zero the second pass is left out.
+    The first pass alone moves running statistics.
     """
 
     Table = FedSamTable
     composition = Composition(levels=WHOLE_UPDATE_LEVELS, own_optimizers=True)
 
     @override
-    def after_gradient(self, work: GradientWork) -> None:
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
         assert isinstance(self.table, FedSamTable)
-        moved: list[Tensor] = [parameter for parameter in work.parameters if parameter.grad is not None]
-        gradients = [parameter.grad.clone() for parameter in moved if parameter.grad is not None]
-        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients])))
-        if norm == 0.0:
-            return
-        with torch.no_grad():
-            before = [parameter.clone() for parameter in moved]
-            torch._foreach_add_(moved, gradients, alpha=self.table.rho / norm)
-        with without_statistics(work.module):
-            work.compute()
-        with torch.no_grad():
-            torch._foreach_copy_(moved, before)
+        loss, plain = work.gradients()
+        squares = [(gradient * gradient).sum() for gradient in plain if gradient is not None]
+        if not squares:
+            return loss, plain
+        total = squares[0]
+        for square in squares[1:]:
+            total = total + square
+        scale = torch.rsqrt(total + _NOTHING) * self.table.rho
+        pairs = zip(work.weights, plain, strict=True)
+        worst = [weight if gradient is None else weight + gradient * scale for weight, gradient in pairs]
+        return loss, work.gradients(worst, statistics=False)[1]

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import (
-    ClientAlgorithm,
-    ClientRound,
-    Composition,
-    GradientWork,
-    Sent,
-)
+from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Composition, Sent
 from roundtable.core.algorithms.fedavg import WHOLE_UPDATE_LEVELS
-from roundtable.core.algorithms.passes import copy_with, without_statistics
+from roundtable.core.algorithms.gradient_work import Gradients, GradientWork, Held, sums
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.toml_tables import Finite
 
-_LAST = "last"
+_RECEIVED, _LAST = "received", "last"
 
 
 class MoonTable(AlgorithmTable):
@@ -44,30 +39,28 @@ class Moon(ClientAlgorithm):
     )
 
     @override
-    def after_gradient(self, work: GradientWork) -> None:
-        assert isinstance(self.table, MoonTable)
-        received, last = self._others(work)
-        features = work.task.features
-        with torch.no_grad():
-            theirs = functional.cosine_similarity
-            anchor, past = (features(model, work.batch).flatten(1) for model in (received, last))
-        with without_statistics(work.module):
-            own = features(work.module, work.batch).flatten(1)
-        closer = theirs(own, anchor, dim=1) - theirs(own, past, dim=1)
-        loss = -functional.logsigmoid(closer / self.table.temperature).mean()
-        (self.table.mu * loss).backward()  # type: ignore[no-untyped-call]
+    def holds(self, round: ClientRound) -> Held:
+        return {_RECEIVED: round.vector, _LAST: round.kept.get(_LAST, round.vector)}
+
+    @override
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
+        table = self.table
+        assert isinstance(table, MoonTable)
+
+        def features(model: nn.Module, batch: Any) -> Tensor:
+            found: Tensor = work.task.features(model, batch)
+            return found.flatten(1)
+
+        loss, plain = work.gradients()
+        anchor, past = (work.evaluated(name, features) for name in (_RECEIVED, _LAST))
+
+        def contrast(model: nn.Module, batch: Any) -> Tensor:
+            own, alike = features(model, batch), functional.cosine_similarity
+            closer = alike(own, anchor, dim=1) - alike(own, past, dim=1)
+            return table.mu * -functional.logsigmoid(closer / table.temperature).mean()
+
+        return loss, sums(plain, work.gradients(of=contrast, statistics=False)[1])
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
         return Sent(update, {}, {_LAST: round.vector + update})
-
-    @staticmethod
-    def _others(work: GradientWork) -> tuple[nn.Module, nn.Module]:
-        """The models received and left last, as they are evaluated; made once a round."""
-        round = work.round
-        if "others" not in round.scratch:
-            values = (round.vector, round.kept.get(_LAST, round.vector))
-            made = tuple(copy_with(work.module, round.layout, each).eval() for each in values)
-            round.scratch["others"] = made
-        received, previous = round.scratch["others"]
-        return received, previous

@@ -43,8 +43,3 @@ def put(module: nn.Module, layout: Layout, values: Tensor) -> None:
     tensors = module.state_dict(keep_vars=True)
     for name, value in layout.unflatten(values).items():
         tensors[name].copy_(value)
-
-
-def trainable(module: nn.Module) -> list[Tensor]:
-    """The parameters that training moves."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -11,24 +14,40 @@ from roundtable.core.algorithms.contract import (
     ClientAlgorithm,
     ClientRound,
     Composition,
-    GradientWork,
     Moved,
     Sent,
     ServerAlgorithm,
     ServerRound,
 )
+from roundtable.core.algorithms.gradient_work import Gradients, GradientWork
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.algorithms.table import AlgorithmTable
 
 
 class Damped(ClientAlgorithm):
-    """Scales every gradient by a hook of its own, which no `LocalStep` says."""
+    """Scales every gradient, which no `LocalStep` says."""
 
-    def after_gradient(self, work: GradientWork) -> None:
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
+        loss, found = work.gradients()
+        return loss, [None if gradient is None else gradient * 0.1 for gradient in found]
+
+
+class Choosy(ClientAlgorithm):
+    """Looks at a value to choose what a step is: nothing that a recording could say."""
+
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
+        loss, found = work.gradients()
+        return loss, found if float(loss) > 0.5 else [None] * len(found)
+
+
+class Placed(ClientAlgorithm):
+    """Puts something into each client's module."""
+
+    @contextmanager
+    def while_training(self, round: ClientRound, module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
-            for parameter in work.parameters:
-                if parameter.grad is not None:
-                    parameter.grad *= 0.1
+            next(module.parameters()).mul_(0.5)
+        yield
 
 
 class HeldTable(AlgorithmTable):

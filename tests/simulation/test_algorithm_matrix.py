@@ -10,20 +10,19 @@ import pytest
 import torch
 from algorithm_tasks import Normalised, Plain
 
-from roundtable.core import JobConfig
+from roundtable.core import JobConfig, Task
 from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.simulation import Result, simulate
 
 ALGORITHMS = sorted(table.ROWS)
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
-RECORDED = ["fedprox", "scaffold", "fednova", "feddyn", "ditto", "fedbn", "fedper", "lg_fedavg", "qfedavg"]
-RECORDED += ["scaffold, option 1", "fedbabu"]
-"""Those whose steps the recorded backend takes itself, where nothing else keeps it from them."""
 STATEFUL = ["ditto", "fedrep", "feddyn"]
 """One of each way in which something stays at a client."""
 
 
-def run(name: str, column: str = "", backend: str = "sequential", **changes: Any) -> Result:
+def run(
+    name: str, column: str = "", backend: str = "sequential", task: Task | None = None, **changes: Any
+) -> Result:
     document = table.document_of(name, column)
     document["seed"] = 3
     if "cohort" not in document and "round" not in document:
@@ -31,7 +30,7 @@ def run(name: str, column: str = "", backend: str = "sequential", **changes: Any
     document["algorithm"] |= {"batch_size": 8, "learning_rate": 0.05}
     document["simulation"] = {"clients": 4, "backend": backend, "workers": 2 if backend == "processes" else 1}
     document |= changes
-    task = Normalised() if name == "fedbn" else Plain()
+    task = task or (Normalised() if name == "fedbn" else Plain())
     result = simulate(JobConfig.model_validate(document), task)
     assert result.status == "finished"
     return result
@@ -45,9 +44,8 @@ def test_fast_backends_give_the_same(name: str) -> None:
         found = run(name, backend=backend)
         torch.testing.assert_close(found.model.vector, reference.model.vector, rtol=2e-4, atol=2e-6)
         alone = " because " in found.backend or "one client after the other" in found.backend
-        assert alone or not table.refusal(name, table.HOOKED)
-        if name in RECORDED and backend == "vectorised":
-            assert not alone
+        if backend == "vectorised":
+            assert alone == bool(table.refusal(name, table.HOOKED))
 
 
 @pytest.mark.parametrize("steps", [{}, {"personal_steps": 2}, {"personal_steps": 25}])
@@ -63,6 +61,40 @@ def test_a_second_model_takes_the_same_steps_however_it_is_trained(
     torch.testing.assert_close(other.model.vector, one.model.vector, rtol=2e-4, atol=2e-6)
     # What is evaluated are the clients' own models.
     assert other.history["loss"] == pytest.approx(one.history["loss"], rel=2e-4)
+
+
+_ALL_THAT_A_STEP_SAYS = {"momentum": 0.9, "weight_decay": 0.01, "max_gradient_norm": 0.5}
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("fedsam", _ALL_THAT_A_STEP_SAYS),
+        ("moon", _ALL_THAT_A_STEP_SAYS),
+        ("fedrep", {**_ALL_THAT_A_STEP_SAYS, "head_learning_rate": 0.1}),
+        ("pfedme", {"inner_start": "local", "personal_weight_decay": 0.01, "max_gradient_norm": 0.5}),
+        ("apfl", {"adaptive": True, "share_learning_rate": 3.0, "epochs": 2}),
+        ("perfedavg", {"steps": 5, "max_gradient_norm": 0.5}),
+    ],
+)
+def test_own_gradients_are_recorded_with_statistics_and_all_that_a_step_says(
+    name: str, own: dict[str, float], kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models of clients, too: what they keep is what they are evaluated with."""
+    if not kernels:
+        monkeypatch.setattr("roundtable.simulation.backends.vectorised.recorded_steps.load", lambda: None)
+    table_of_it = {**table.document_of(name)["algorithm"], **own, "batch_size": 8, "learning_rate": 0.05}
+    document = {"algorithm": table_of_it, "evaluation": {"every": 1}, "rounds": 3}
+    if name == "apfl":
+        del table_of_it["steps"]
+    one, other = (
+        run(name, backend=backend, task=Normalised(), **document) for backend in ("sequential", "vectorised")
+    )
+    assert "because" not in other.backend
+    torch.testing.assert_close(other.model.vector, one.model.vector, rtol=2e-4, atol=2e-6)
+    assert other.history["loss"] == pytest.approx(one.history["loss"], rel=2e-4)
+    assert other.history["train_loss"] == pytest.approx(one.history["train_loss"], rel=2e-4)
 
 
 @pytest.mark.parametrize("name", STATEFUL)

@@ -20,17 +20,34 @@ MEASURED = [
     {"algorithm__name": "qfedavg", "algorithm__q": 0.5},
     {"algorithm__name": "scaffold", "algorithm__option": 1},
 ]
-DAMPED = {"algorithm__name": "own_algorithms.py:Damped"}
 HELD = {"algorithm__name": "own_algorithms.py:Held", "algorithm__strength": 0.3}
 
 
 @pytest.mark.parametrize("backend", ["auto", "vectorised", "stacked"])
-def test_a_hook_around_the_gradient_runs_client_by_client_and_the_log_says_why(run, backend):
-    reference = run("Perceptron", **DAMPED)
-    assert not torch.equal(reference.model.vector, run("Perceptron").model.vector)
-    result = run("Perceptron", **DAMPED, simulation__backend=backend, simulation__workers=1)
-    assert torch.equal(result.model.vector, reference.model.vector)
-    assert "'own_algorithms.py:Damped' works on each client's module by its after_gradient" in result.backend
+def test_own_gradients_are_recorded_as_they_are(run, backend):
+    damped = {"algorithm__name": "own_algorithms.py:Damped"}
+    reference = run("Perceptron", **damped)
+    assert not torch.allclose(reference.model.vector, run("Perceptron").model.vector, rtol=1e-3)
+    result = run("Perceptron", **damped, simulation__backend=backend, simulation__workers=1)
+    assert "recorded steps" in result.backend
+    assert ("because" in result.backend) == (backend == "stacked")
+    torch.testing.assert_close(result.model.vector, reference.model.vector, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Choosy", "a tensor's value into Python"),
+        ("Placed", "'own_algorithms.py:Placed' works on each client's module by its while_training"),
+    ],
+)
+def test_what_no_recording_says_runs_client_by_client_and_the_log_says_why(run, name, why):
+    own = {"algorithm__name": f"own_algorithms.py:{name}"}
+    reference = run("Perceptron", **own)
+    for backend in ("vectorised", "stacked"):
+        result = run("Perceptron", **own, simulation__backend=backend, simulation__workers=1)
+        torch.testing.assert_close(result.model.vector, reference.model.vector, rtol=1e-5, atol=1e-7)
+        assert why in result.backend
 
 
 @pytest.mark.parametrize("backend", ["auto", "vectorised", "stacked"])

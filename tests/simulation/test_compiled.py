@@ -20,6 +20,7 @@ from roundtable.simulation.backends.vectorised.compiled_step import CompiledProg
 from roundtable.simulation.backends.vectorised.library import load
 from roundtable.simulation.backends.vectorised.program import StepProgram
 from roundtable.simulation.backends.vectorised.recorded_steps import Steps
+from roundtable.simulation.backends.vectorised.recorded_work import Manner
 from roundtable.simulation.backends.vectorised.recording import ValueLayout
 
 pytestmark = pytest.mark.skipif(load() is None, reason="there is no C++ compiler here")
@@ -50,7 +51,7 @@ def stepped(
     layout = Layout.of(model.state_dict())
     steps = Steps(Anything(loss), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
     steps.begin(layout.flatten(model.state_dict()), update)
-    program = steps.prepare(batch, update)
+    program = steps.prepare(batch, Manner(update))
     assert isinstance(program, CompiledProgram)
     twin = model.double()
     start = [p.detach().clone() for p in twin.parameters()]
@@ -68,7 +69,7 @@ def stepped(
         if update.max_norm is not None:
             nn.utils.clip_grad_norm_(twin.parameters(), update.max_norm)
         optimizer.step()
-        found = steps.take(batch, update, 0.05)
+        found = steps.take(batch, Manner(update), 0.05)
         assert float(found) == pytest.approx(float(expected.detach()), rel=2e-5, abs=2e-6), number
     for name, value in layout.unflatten(steps.weights).items():
         torch.testing.assert_close(value.double(), twin.state_dict()[name], rtol=5e-5, atol=5e-6, msg=name)
@@ -208,8 +209,8 @@ def test_values_that_are_not_finite_stay_so() -> None:
     layout = Layout.of(model.state_dict())
     steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
     steps.begin(layout.flatten(model.state_dict()), LocalStep())
-    assert isinstance(steps.prepare((x, y), LocalStep()), CompiledProgram)
-    assert torch.isnan(steps.take((x, y), LocalStep(), 0.05))
+    assert isinstance(steps.prepare((x, y), Manner(LocalStep())), CompiledProgram)
+    assert torch.isnan(steps.take((x, y), Manner(LocalStep()), 0.05))
     assert torch.isnan(steps.weights).any()
 
 
@@ -219,11 +220,11 @@ def test_a_label_that_does_not_exist_is_an_error() -> None:
     layout = Layout.of(model.state_dict())
     steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
     steps.begin(layout.flatten(model.state_dict()), LocalStep())
-    steps.take((x, y), LocalStep(), 0.05)
+    steps.take((x, y), Manner(LocalStep()), 0.05)
     for wrong in (5, -1, 1 << 40):
         y[3] = wrong
         with pytest.raises(IndexError, match="out of range"):
-            steps.take((x, y), LocalStep(), 0.05)
+            steps.take((x, y), Manner(LocalStep()), 0.05)
 
 
 def test_batches_that_lie_otherwise_get_a_program_of_their_own() -> None:
@@ -234,7 +235,7 @@ def test_batches_that_lie_otherwise_get_a_program_of_their_own() -> None:
     losses = []
     for batch in (x, x.t().contiguous().t()):
         steps.begin(layout.flatten(model.state_dict()), LocalStep())
-        losses.append(float(steps.take((batch, y), LocalStep(), 0.05)))
+        losses.append(float(steps.take((batch, y), Manner(LocalStep()), 0.05)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert len(steps._programs) == 2
 
@@ -253,20 +254,21 @@ def test_batches_that_the_kernels_gather_give_what_single_ones_give(apart: bool)
     batches = [Batch(1, len(some), (x[some], y[some])) for some in rows]
     found = []
     update = LocalStep(pull=0.1)
+    manner = Manner(update)
     for gathered in (True, False):
         steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
         steps.begin(vector, update)
         if gathered:
-            assert steps.takes_rows((x, y), rows[0], update)
-            losses, sizes = steps.take_rows((x, y), orders, 5, update, 0.05)
+            assert steps.takes_rows((x, y), rows[0], manner)
+            losses, sizes = steps.take_rows((x, y), orders, 5, lambda _: manner, 0.05)
         else:
-            losses, sizes = steps.take_all(batches, update, 0.05)
+            losses, sizes = steps.take_all(batches, lambda _: manner, 0.05)
         assert sizes == [5, 5, 5, 5, 3, 5, 5]
         found.append((losses, steps.weights))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     y[13] = 9
     with pytest.raises(IndexError, match="out of range"):
-        steps.take_rows((x, y), orders, 5, update, 0.05)
+        steps.take_rows((x, y), orders, 5, lambda _: manner, 0.05)
 
 
 def test_a_change_is_the_same_with_kernels_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +299,7 @@ def test_kernels_that_err_are_not_trusted(
     steps = Steps(Anything(classified), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
     steps.begin(layout.flatten(model.state_dict()), LocalStep())
     with caplog.at_level(logging.WARNING, "roundtable.simulation"):
-        program = steps.prepare(batch_of(), LocalStep())
+        program = steps.prepare(batch_of(), Manner(LocalStep()))
     assert type(program) is StepProgram
     assert "without the compiled kernels" in caplog.text
 

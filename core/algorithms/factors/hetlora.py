@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import cast
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import (
-    ClientRound,
-    FactorRows,
-    GradientWork,
-    Sent,
-    ServerAlgorithm,
-)
+from roundtable.core.algorithms.contract import ClientRound, FactorRows, Sent, ServerAlgorithm
 from roundtable.core.algorithms.factors.factor_pairs import FactorPair, factor_pairs
 from roundtable.core.algorithms.factors.own_ranks import Product, RankedAlgorithm, RankedServer, RankTable
+from roundtable.core.algorithms.gradient_work import Gradients, GradientWork
 from roundtable.core.toml_tables import Finite
 
 _RANKS = "ranks"
@@ -61,19 +57,28 @@ class HetLora(RankedAlgorithm):
         return slice(max(1, int(self.table.gamma * rank)), rank)
 
     @override
-    def after_gradient(self, work: GradientWork) -> None:
+    def phase(self, round: ClientRound, number: int) -> Hashable:
+        """The names of each pair's factors with the client's rank of it."""
+        pairs = factor_pairs(round.layout)
+        return tuple((pair.names, rank) for pair, rank in zip(pairs, self.ranks(round, pairs), strict=True))
+
+    @override
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
         assert isinstance(self.table, HetLoraTable)
+        loss, found = work.gradients()
         if not self.table.pruning_weight:
-            return
-        pairs = factor_pairs(work.round.layout)
-        for pair, rank in zip(pairs, self.ranks(work.round, pairs), strict=True):
-            down, up = map(work.module.get_parameter, pair.names)
-            place = self.tail(rank)
-            norms = [part.detach().norm() for part in (down[place], up[:, place])]
-            if down.grad is None or up.grad is None or not all(norms):
-                continue  # At zero the product of norms has no gradient.
-            down.grad[place] += self.table.pruning_weight * norms[1] / norms[0] * down.detach()[place]
-            up.grad[:, place] += self.table.pruning_weight * norms[0] / norms[1] * up.detach()[:, place]
+            return loss, found
+        named = {name: (found[n], work.weights[n]) for n, name in enumerate(work.names)}
+        for names, rank in cast("tuple[tuple[tuple[str, str], int], ...]", work.phase):
+            (down_slope, down), (up_slope, up) = (named[name] for name in names)
+            if down_slope is None or up_slope is None:
+                continue
+            place, added = self.tail(rank), self.table.pruning_weight
+            norms = down[place].norm(), up[:, place].norm()
+            there = norms[0] * norms[1] > 0  # At zero the product of norms has no gradient.
+            down_slope[place] += torch.where(there, added * norms[1] / norms[0], 0.0) * down[place]
+            up_slope[:, place] += torch.where(there, added * norms[0] / norms[1], 0.0) * up[:, place]
+        return loss, found
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:

@@ -7,19 +7,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import (
-    ClientAlgorithm,
-    ClientRound,
-    Composition,
-    GradientWork,
-    Sent,
-)
+from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Composition, Sent
 from roundtable.core.algorithms.fedavg import WHOLE_UPDATE_LEVELS
-from roundtable.core.algorithms.passes import copy_with, put, trainable
+from roundtable.core.algorithms.gradient_work import Gradients, GradientWork, Held
+from roundtable.core.algorithms.passes import put
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.toml_tables import Finite
 
-_OWN, _SHARE = "own", "share"
+_OWN, _SHARE, _RATE, _SHARE_RATE = "own", "share", "rate", "share_rate"
 
 
 class ApflTable(AlgorithmTable):
@@ -50,53 +45,52 @@ class Apfl(ClientAlgorithm):
     )
 
     @override
-    def before_gradient(self, work: GradientWork) -> None:
-        """The own model's step, from the weights as they are before the global model's."""
+    def holds(self, round: ClientRound) -> Held:
         assert isinstance(self.table, ApflTable)
-        table, round = self.table, work.round
-        if "own" not in round.scratch:
-            start = round.kept.get(_OWN, round.vector)
-            own: nn.Module = copy_with(work.module, round.layout, start)
-            share = float(round.kept.get(_SHARE, torch.tensor([table.share])))
-            mixture = copy_with(own, round.layout, start)
-            round.scratch.update(own=own, mixture=mixture, share=share)
-        theirs, share = trainable(round.scratch["own"]), round.scratch["share"]
-        at = _gradients_at_mixture(work, share)
-        if table.adaptive and work.number == 1:
-            pairs = zip(theirs, work.parameters, at, strict=True)
-            with torch.no_grad():
-                slope = sum(float(((mine - other) * g).sum()) for mine, other, g in pairs if g is not None)
-            rate = table.share_learning_rate or round.rate
-            round.scratch["share"] = share = min(1.0, max(0.0, share - rate * slope))
-            at = _gradients_at_mixture(work, share)
-        with torch.no_grad():
-            for mine, gradient in zip(theirs, at, strict=True):
-                if gradient is not None:
-                    mine.sub_(gradient, alpha=round.rate * share)
+        rates = {_RATE: round.rate, _SHARE_RATE: self.table.share_learning_rate or round.rate}
+        return {
+            _OWN: round.kept.get(_OWN, round.vector),
+            _SHARE: self._share(round),
+            **{name: torch.tensor(rate) for name, rate in rates.items()},
+        }
+
+    @override
+    def phase(self, round: ClientRound, number: int) -> bool:
+        """Whether α adapts in the step."""
+        assert isinstance(self.table, ApflTable)
+        return self.table.adaptive and number == 1
+
+    @override
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
+        """The own model's step, from the weights as they are before the global model's."""
+        own, share = work.held(_OWN), work.figure(_SHARE)
+        slopes = self._at_mixture(work)
+        if work.phase:
+            trios = zip(own, work.weights, slopes, strict=True)
+            slope = torch.stack([((v - w) * g).sum() for v, w, g in trios if g is not None]).sum()
+            share.copy_((share - work.figure(_SHARE_RATE) * slope).clamp(0.0, 1.0))
+            slopes = self._at_mixture(work)
+        rate = work.figure(_RATE) * share
+        for mine, gradient in zip(own, slopes, strict=True):
+            if gradient is not None:
+                mine.sub_(gradient * rate)
+        return work.gradients()
+
+    @staticmethod
+    def _at_mixture(work: GradientWork) -> Gradients:
+        """∇f(v̄) on the step's batch; its passes move the own model's running statistics."""
+        share, pairs = work.figure(_SHARE), zip(work.held(_OWN), work.weights, strict=True)
+        return work.gradients([other + (mine - other) * share for mine, other in pairs], held=_OWN)[1]
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
-        own, share = round.scratch.pop("own"), round.scratch["share"]
-        with torch.no_grad():
-            for mine, mixed in zip(own.buffers(), round.scratch.pop("mixture").buffers(), strict=True):
-                mine.copy_(mixed)  # The mixture's passes have moved the running statistics.
-        kept = round.layout.flatten(own)
-        return Sent(update, {}, {_OWN: kept, _SHARE: torch.tensor([share], dtype=torch.float64)})
+        return Sent(update, {}, {name: round.scratch[name] for name in (_OWN, _SHARE)})
 
     @override
     def before_evaluation(self, round: ClientRound, module: nn.Module) -> None:
-        assert isinstance(self.table, ApflTable)
         if _OWN in round.kept:
-            share = float(round.kept.get(_SHARE, torch.tensor([self.table.share])))
-            put(module, round.layout, torch.lerp(round.vector, round.kept[_OWN], share))
+            put(module, round.layout, torch.lerp(round.vector, round.kept[_OWN], float(self._share(round))))
 
-
-def _gradients_at_mixture(work: GradientWork, share: float) -> list[Tensor | None]:
-    """∇f(v̄) on the step's batch, one for each trained parameter; None for one without a part in the loss."""
-    own, mixture = work.round.scratch["own"], work.round.scratch["mixture"]
-    with torch.no_grad():
-        mixed = torch._foreach_lerp([p.detach() for p in work.parameters], trainable(own), share)
-        torch._foreach_copy_(trainable(mixture), list(mixed))
-    mixture.zero_grad(set_to_none=True)
-    work.task.loss(mixture, work.batch).backward()
-    return [p.grad for p in trainable(mixture)]
+    def _share(self, round: ClientRound) -> Tensor:
+        assert isinstance(self.table, ApflTable)
+        return round.kept.get(_SHARE, torch.tensor(self.table.share))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import ClientAlgorithm, Composition, GradientWork
+from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Composition
 from roundtable.core.algorithms.fedavg import WHOLE_UPDATE_LEVELS
-from roundtable.core.algorithms.personal.heads import HeadTable, head_of, without_gradients
+from roundtable.core.algorithms.gradient_work import Gradients, GradientWork
+from roundtable.core.algorithms.personal.heads import HeadTable, head_of
 from roundtable.core.toml_tables import Finite
 
 
@@ -37,15 +38,19 @@ class FedRep(ClientAlgorithm):
         return head_of(model, self.table)
 
     @override
-    def after_gradient(self, work: GradientWork) -> None:
+    def phase(self, round: ClientRound, number: int) -> bool:
+        """Whether the step is one of the head's."""
         assert isinstance(self.table, FedRepTable)
-        head = set(head_of(work.module, self.table))
-        if work.number > self.table.head_steps:
-            without_gradients(work.module, list(head))
-            return
-        base = [name for name, _ in work.module.named_parameters() if name not in head]
-        without_gradients(work.module, base)
-        if self.table.head_learning_rate is not None:
-            for parameter in work.parameters:
-                if parameter.grad is not None:
-                    parameter.grad *= self.table.head_learning_rate / self.table.learning_rate
+        return number <= self.table.head_steps
+
+    @override
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
+        assert isinstance(self.table, FedRepTable)
+        table, head = self.table, set(head_of(work.module, self.table))
+        loss, every = work.gradients()
+        pairs = zip(work.names, every, strict=True)
+        moved = [gradient if (name in head) == work.phase else None for name, gradient in pairs]
+        if work.phase and table.head_learning_rate is not None:
+            share = table.head_learning_rate / table.learning_rate
+            moved = [None if gradient is None else gradient * share for gradient in moved]
+        return loss, moved

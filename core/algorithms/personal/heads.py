@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from pydantic import Field
@@ -27,7 +26,7 @@ def head_of(model: nn.Module, table: AlgorithmTable) -> list[str]:
     Raises ConfigError for a pattern that nothing matches, and where head or base is left empty.
     """
     assert isinstance(table, HeadTable)
-    names = list(model.state_dict())
+    names = list(model.state_dict(keep_vars=True))
     parameters = [name for name, _ in model.named_parameters()]
     if not parameters:
         raise ConfigError(f"algorithm {table.name!r}: {type(model).__name__} has no parameters")
@@ -46,11 +45,3 @@ def head_of(model: nn.Module, table: AlgorithmTable) -> list[str]:
             "the rest need a parameter"
         )
     return head
-
-
-def without_gradients(module: nn.Module, names: Sequence[str]) -> None:
-    """Takes away the gradients of these parameters: a step leaves them alone, with momentum and decay."""
-    parameters = dict(module.named_parameters())
-    for name in names:
-        if name in parameters:
-            parameters[name].grad = None

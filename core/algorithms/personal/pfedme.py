@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import (
-    ClientAlgorithm,
-    ClientRound,
-    Composition,
-    GradientWork,
-    Sent,
-)
+from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Composition, Sent
 from roundtable.core.algorithms.fedavg import WHOLE_UPDATE_LEVELS
-from roundtable.core.algorithms.passes import copy_with, put, trainable
-from roundtable.core.algorithms.personal.second_model import HeldSteps
-from roundtable.core.algorithms.step import LocalStep
+from roundtable.core.algorithms.gradient_work import Gradients, GradientWork, Held
+from roundtable.core.algorithms.passes import put
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.toml_tables import Finite
@@ -64,30 +56,30 @@ class PFedMe(ClientAlgorithm):
             )
 
     @override
-    def before_gradient(self, work: GradientWork) -> Tensor:
+    def holds(self, round: ClientRound) -> Held:
+        return {_OWN: round.vector}
+
+    @override
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
         assert isinstance(self.table, PFedMeTable)
-        table, round = self.table, work.round
-        local: list[Tensor] = list(work.parameters)
-        if "own" not in round.scratch:
-            round.scratch["own"] = copy_with(work.module, round.layout, round.vector)
-        own: nn.Module = round.scratch["own"]
-        theta = trainable(own)
+        table, own = self.table, work.held(_OWN)
         if table.inner_start == "local":
-            with torch.no_grad():
-                torch._foreach_copy_(theta, local)
-        plain = LocalStep(weight_decay=table.personal_weight_decay)
-        held = HeldSteps(theta, local, table.pull, table.personal_learning_rate, plain)
-        loss = torch.zeros(())
+            for theta, local in zip(own, work.weights, strict=True):
+                theta.copy_(local)
         for _ in range(table.inner_steps):
-            loss = work.task.loss(own, work.batch)
-            held.take(loss)
-        for parameter, value in zip(local, theta, strict=True):
-            parameter.grad = table.pull * (parameter.detach() - value.detach())
-        return loss.detach()
+            loss, gradients = work.gradients(own, held=_OWN)
+            for theta, local, gradient in zip(own, work.weights, gradients, strict=True):
+                slope = (theta - local) * table.pull
+                slope = slope if gradient is None else slope + gradient
+                if table.personal_weight_decay:
+                    slope = slope + theta * table.personal_weight_decay
+                theta.sub_(slope, alpha=table.personal_learning_rate)
+        pairs = zip(work.weights, own, strict=True)
+        return loss, [(local - theta) * table.pull for local, theta in pairs]
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
-        return Sent(update, {}, {_OWN: round.layout.flatten(round.scratch.pop("own"))})
+        return Sent(update, {}, {_OWN: round.scratch[_OWN]})
 
     @override
     def before_evaluation(self, round: ClientRound, module: nn.Module) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Composition, GradientWork
+from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Composition
 from roundtable.core.algorithms.fedavg import WHOLE_UPDATE_LEVELS
-from roundtable.core.algorithms.passes import without_statistics
+from roundtable.core.algorithms.gradient_work import Gradients, GradientWork
 from roundtable.core.algorithms.personal.heads import HeadTable, head_of
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.toml_tables import Finite
@@ -88,28 +87,21 @@ class PerFedAvg(ClientAlgorithm):
         weight_decay=False,
         reason="a step takes two batches, and no optimizer's state may move between them",
     )
+    looks_back = True
 
     @override
-    def before_gradient(self, work: GradientWork) -> Tensor | None:
+    def phase(self, round: ClientRound, number: int) -> bool:
+        """Whether the step is the second of a pair."""
+        return number % 2 == 0
+
+    @override
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
         assert isinstance(self.table, PerFedAvgTable)
-        if work.number % 2 == 1:
-            work.round.scratch["first"] = work.batch
-            with torch.no_grad(), without_statistics(work.module):
-                loss: Tensor = work.task.loss(work.module, work.batch)
-            return loss
-        moved: list[Tensor] = list(work.parameters)
-        inner = torch.autograd.grad(
-            work.task.loss(work.module, work.round.scratch.pop("first")), moved, allow_unused=True
-        )
-        with torch.no_grad():
-            before = [parameter.clone() for parameter in moved]
-            for parameter, gradient in zip(moved, inner, strict=True):
-                if gradient is not None:
-                    parameter.sub_(gradient, alpha=self.table.inner_learning_rate)
-        loss = work.compute()
-        with torch.no_grad():
-            torch._foreach_copy_(moved, before)
-        return loss
+        if not work.phase:
+            return work.loss(), [None] * len(work.weights)
+        _, inner = work.gradients(earlier=True)
+        rate, pairs = self.table.inner_learning_rate, zip(work.weights, inner, strict=True)
+        return work.gradients([weight if g is None else weight - g * rate for weight, g in pairs])
 
     @override
     def before_evaluation(self, round: ClientRound, module: nn.Module) -> None:

@@ -60,6 +60,8 @@ def why_not_stacked(world: World) -> str | None:
     """Why a job's clients cannot be stacked, as far as can be told without running one."""
     if type(world.algorithm).second is not ClientAlgorithm.second:
         return f"algorithm {world.job.algorithm.name!r} trains a second model at each client"
+    if (hook := world.algorithm.hooked()) is not None:
+        return f"algorithm {world.job.algorithm.name!r} has gradients or weights of its own by its {hook}"
     if world.algorithm.measures:
         name = world.job.algorithm.name
         return f"algorithm {name!r} measures each client's model on all of its data before the first step"

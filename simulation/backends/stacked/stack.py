@@ -24,7 +24,7 @@ from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
 from roundtable.simulation.backends.precision import MixedPrecision
-from roundtable.simulation.backends.vectorised.recorded_steps import Loss
+from roundtable.simulation.backends.vectorised.recorded_work import Loss
 
 Where = slice | Tensor
 """Places in the stack: a slice, which costs nothing, or int64 [clients]."""

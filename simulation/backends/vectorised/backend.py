@@ -41,6 +41,7 @@ from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
 from roundtable.simulation.backends.sequential import Sequential, answer_of
 from roundtable.simulation.backends.vectorised.library import load
 from roundtable.simulation.backends.vectorised.recorded_steps import Steps, gathered
+from roundtable.simulation.backends.vectorised.recorded_work import Manner
 from roundtable.simulation.backends.vectorised.recording import Unrecordable
 from roundtable.simulation.backends.vectorised.staying import StayingTensors, is_counter, stays
 from roundtable.simulation.world.simulated_clients import Clients
@@ -52,11 +53,13 @@ def why_not_recorded(world: World) -> str | None:
     """Why a job's clients cannot run through recorded steps, as far as can be told without running one."""
     if world.job.simulation.precision != "float32":
         return f"simulation.precision = {world.job.simulation.precision!r}, and recorded steps are float32"
-    if type(world.algorithm).second is not ClientAlgorithm.second:
+    kind, name = type(world.algorithm), world.job.algorithm.name
+    if kind.second is not ClientAlgorithm.second or kind.holds is not ClientAlgorithm.holds:
         for spec in world.layout.tensors:
             if stays(spec) and not is_counter(spec):
-                name = world.job.algorithm.name
                 return f"algorithm {name!r} has a second model, and tensor {spec.name!r} stays at each client"
+    if world.algorithm.hooked() == "while_training":
+        return f"algorithm {name!r} works on each client's module by its while_training, one client at a time"
     return why_not(world, staying=True)
 
 
@@ -64,9 +67,6 @@ def why_not(world: World, *, staying: bool) -> str | None:
     """The same for any way to run clients that does not let each of them go through `client.training`; some
     know tensors that are `staying` at each client."""
     task = world.task
-    if (hook := world.algorithm.hooked()) is not None:
-        name = world.job.algorithm.name
-        return f"algorithm {name!r} works on each client's module by its {hook}, one client at a time"
     if world.job.algorithm.scheduled:
         return "the learning rate changes within a round (algorithm.schedule), and recorded steps have one"
     if "loss" in told(task):
@@ -91,7 +91,7 @@ def why_not(world: World, *, staying: bool) -> str | None:
     return None
 
 
-_Ended = Callable[[int, Callable[[SecondModel], object]], None]
+_Ended = Callable[[Callable[[SecondModel], object]], None]
 
 
 class Vectorised:
@@ -177,17 +177,20 @@ class Vectorised:
         assert staying is not None
         start = staying.whole(vector[:size], item.local)
         steps.begin(start, step, staying.longer(rules.constant))
+        steps.held.begin(rules.held)
         out = row[:size] if start.numel() == size else torch.empty_like(start)
         mine: dict[str, Tensor] = {}
         batches = RoundBatches(data, work, self.device)
 
-        def ended(taken: int, again: Callable[[SecondModel], object]) -> None:
-            """After the round's steps, so many; `again` takes those of a second model."""
+        def ended(again: Callable[[SecondModel], object]) -> None:
+            """After the round's steps; `again` takes those of a second model."""
             if not steps.change(start, out):
                 raise weights_not_finite()
             if out.numel() != size:
                 row[:size].copy_(out[:size])
-            mine.update(staying.kept(steps.weights, steps.counts, taken, item.local))
+            mine.update(staying.kept(steps.weights, steps.counts, item.local))
+            if rules.held:
+                rules.ends_held(steps.held.ended())
             if (second := rules.second) is not None:
                 steps.begin(second.start, second.step, second.constant)
                 again(second)
@@ -208,7 +211,7 @@ class Vectorised:
         if as_tensors(data):
             # A step that cannot be recorded is found before a pass over the data is spent.
             for batch in islice(ordered_batches(data, work.job.algorithm.batch_size, self.device), 1):
-                steps.prepare(batch.data, work.rules().step())
+                steps.prepare(batch.data, Manner(work.rules().step()))
         task, layout = self.world.task, work.layout.model
         module = self.fallback.module.to(self.device)
         assert not isinstance(task, ArrayTask)
@@ -219,26 +222,27 @@ class Vectorised:
         self, steps: Steps, data: Any, rules: AlgorithmRound, rate: float, work: LocalWork, ended: _Ended
     ) -> tuple[Tensor, list[int]] | None:
         """Training where the kernels can fetch the examples of each batch themselves; else None."""
-        job, examples, step = work.job, as_tensors(data), rules.step
-        if not examples or not len(examples[0]):
+        job, examples, manner = work.job, as_tensors(data), self._manner(rules)
+        if not examples or not len(examples[0]) or rules.algorithm.looks_back:
             return None
         size = job.algorithm.batch_size
         orders = epoch_orders(len(examples[0]), **ordering_of(job, work.round, work.client))
         first = next(orders)
-        if not steps.takes_rows(examples, first[:size], step):
+        if not steps.takes_rows(examples, first[:size], manner(1)):
             return None
         taken = list(chain([first], orders))
-        found = steps.take_rows(examples, taken, size, step, rate)
+        found = steps.take_rows(examples, taken, size, manner, rate)
 
         def again(second: SecondModel) -> None:
+            plain = Manner(second.step)
             if second.steps in (None, len(found[1])):
-                steps.take_rows(examples, taken, size, second.step, second.rate)
+                steps.take_rows(examples, taken, size, lambda _: plain, second.rate)
                 return
             rows = [some for order in taken for some in torch.split(order, size)]
             for some in islice(cycle(rows), second.steps):
-                steps.take(gathered(examples, some), second.step, second.rate)
+                steps.take(gathered(examples, some), plain, second.rate)
 
-        ended(len(found[1]), again)
+        ended(again)
         return found
 
     def _replayed(
@@ -251,9 +255,9 @@ class Vectorised:
         ended: _Ended,
     ) -> tuple[Tensor, list[int]]:
         """Chance is seeded as `client.training` seeds it, from the first step on, where there is any."""
-        left, seen = iter(batches), list[Batch]()
-        first = next(left)
-        steps.prepare(first.data, rules.step)
+        left, seen, manner = iter(batches), list[Batch](), self._manner(rules)
+        first, back = next(left), rules.algorithm.looks_back
+        steps.prepare(first.data, manner(1), (first.data,) if back else ())
         seed = derive_seed(work.job.seed, work.round, work.client, "training")
         chance = isolated_randomness(seed, self.device) if steps.random else nullcontext()
 
@@ -263,14 +267,22 @@ class Vectorised:
             return batch
 
         with chance:
-            found = steps.take_all(map(noted, chain([first], left)), rules.step, rate)
+            found = steps.take_all(map(noted, chain([first], left)), manner, rate, back)
 
             def again(second: SecondModel) -> None:
-                count = second.steps or len(found[1])
-                steps.take_all(islice(cycle(seen), count), second.step, second.rate)
+                count, plain = second.steps or len(found[1]), Manner(second.step)
+                steps.take_all(islice(cycle(seen), count), lambda _: plain, second.rate)
 
-            ended(len(found[1]), again)
+            ended(again)
         return found
+
+    @staticmethod
+    def _manner(rules: AlgorithmRound) -> Callable[[int], Manner]:
+        """How step `number` of the client's round is taken."""
+        if not type(rules.algorithm).makes_gradients():
+            plain = Manner(rules.step)
+            return lambda _: plain
+        return lambda number: Manner(rules.step, True, rules.phase(number))
 
     def _first_examples(self) -> Sequence[Tensor] | None:
         """Those of the population's first client, whoever trains here; None where they are no tensors."""
@@ -290,7 +302,10 @@ class Vectorised:
             resting = set(self.world.algorithm.resting(model))
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(parameter.requires_grad and name not in resting)
-            self._steps = Steps(self.world.task, model, layout, self.device, self._first_examples())
+            algorithm = self.world.algorithm
+            self._steps = Steps(
+                self.world.task, model, layout, self.device, self._first_examples(), algorithm
+            )
         return self._steps
 
 

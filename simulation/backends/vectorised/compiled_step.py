@@ -208,7 +208,9 @@ class CompiledProgram(StepProgram):
         return super()._name(ref)
 
     def _addressed(self, ref: Ref) -> list[str]:
-        return [f"rows[{self._rows[ref]}] = v{ref.number}.data_ptr()"] if ref in self._rows else []
+        if ref not in self._rows or ref in self._fixed:
+            return []
+        return [f"rows[{self._rows[ref]}] = v{ref.number}.data_ptr()"]
 
     def _set_rate(self, rate: float) -> None:
         """The numbers that follow from the rate."""

@@ -17,6 +17,7 @@
   X(mse_loss_backward, c* s*(a - b))                                                                        \
   X(update, s* a + t * b + u * c)                                                                           \
   X(exponential, exponential(a))                                                                            \
+  X(inverse_root, inverse_root(a))                                                                          \
   X(relu, a < 0.0f ? splat(0) : a)                                                                          \
   X(threshold_backward, b <= s ? splat(0) : a)                                                              \
   X(tanh, hyperbolic_tangent(a))                                                                            \

@@ -93,6 +93,12 @@ static inline Vector exponential(Vector x) {
   return x < -103.9f ? splat(0.0f) : y;
 }
 
+static inline Vector inverse_root(Vector x) {
+  Vector y{};
+  for (int lane = 0; lane < WIDTH; ++lane) y[lane] = 1.0f / sqrtf(x[lane]);
+  return y;
+}
+
 // Cephes' tanhf.
 static inline Vector hyperbolic_tangent(Vector x) {
   Vector z = x * x, p = splat(-5.70498872745e-3f);

@@ -158,6 +158,12 @@ def _sum(call: Call, kinds: Kinds) -> list[Instruction]:
     return [total, _scaled(out, kinds, kinds[out].size / kind.size)]
 
 
+def _copy_into(call: Call, kinds: Kinds) -> list[Instruction]:
+    target, source = call.arguments[:2]
+    kind = kinds[target]
+    return [map_over("copy", kind.shape, whole(target, kind), [over(source, kinds[source], kind.shape)])]
+
+
 def _scaled(ref: Ref, kinds: Kinds, factor: float) -> Instruction:
     view = whole(ref, kinds[ref])
     return map_over("scale", kinds[ref].shape, view, [view], [factor])
@@ -346,11 +352,13 @@ _LOWERINGS: Mapping[Operator, Lowering] = {
     aten.clone.default: lambda call, kinds: mapping("copy")(
         Call(call.operator, call.arguments, {}, call.outputs), kinds
     ),
+    aten.copy_.default: _copy_into,
     aten.ones_like.default: _fill(1.0),
     aten.zeros_like.default: _fill(0.0),
     aten.select_backward.default: _select_backward,
     aten.neg.default: mapping("scale", lambda: (-1.0,)),
     aten.exp.default: mapping("exponential"),
+    aten.rsqrt.default: mapping("inverse_root"),
     aten.pow.Tensor_Scalar: _power,
     aten.threshold_backward.default: mapping("threshold_backward", lambda value: (float(value),)),
     aten.tanh.default: mapping("tanh"),

@@ -90,6 +90,7 @@ class StepProgram:
         step: LocalStep,
     ) -> None:
         self._recording = recording
+        self.counts = recording.counts
         self._parameters = parameters
         self.rule = step
         self._names: dict[Ref, str] = {}
@@ -173,6 +174,8 @@ class StepProgram:
         """Weight decay, a pull and a constant move every weight that has a gradient."""
         step = self.rule
         reached = [n for n, gradient in enumerate(self._gradients) if gradient is not None]
+        if not reached:
+            return []
         targets, attractors = self._lists(reached)
         lines = []
         if step.weight_decay or step.pull:
@@ -186,6 +189,8 @@ class StepProgram:
     def _flat_update_lines(self, rest: Sequence[int]) -> list[str]:
         """Momentum and clipping look at the whole gradient: it is gathered in one vector."""
         step = self.rule
+        if not rest:
+            return []
         self._globals |= {"whole": torch.zeros_like(self._globals["weights"])}
         self._globals |= {"foreach_copy_": torch._foreach_copy_, "foreach_add_": torch._foreach_add_}
         gathered = self._bind([self._window(self._globals["whole"], n) for n in rest])
@@ -201,9 +206,13 @@ class StepProgram:
             lines.append(f"whole.mul_(({step.max_norm!r} / (norm(whole) + 1e-6)).clamp_(max=1.0))")
         if step.weight_decay:
             lines.append(f"foreach_add_({gathered}, {targets}, alpha={step.weight_decay!r})")
+        moved = gathered
         if step.momentum:
-            lines.append(f"velocity.mul_({step.momentum!r}).add_(whole)")
-        lines.append(f"weights.sub_({'velocity' if step.momentum else 'whole'}, alpha=rate)")
+            self._globals["foreach_mul_"] = torch._foreach_mul_
+            moved = self._bind([self._window(self._globals["velocity"], n) for n in rest])
+            lines.append(f"foreach_mul_({moved}, {step.momentum!r})")
+            lines.append(f"foreach_add_({moved}, {gathered})")
+        lines.append(f"foreach_add_({targets}, {moved}, alpha=-rate)")
         return lines
 
     def _lists(self, numbers: Sequence[int]) -> tuple[str, str]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from typing_extensions import override
 
 from roundtable.client.training.batches import Batch
+from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
@@ -24,6 +24,7 @@ from roundtable.simulation.backends.vectorised.compiled_step import CompiledProg
 from roundtable.simulation.backends.vectorised.instructions import Unsuitable
 from roundtable.simulation.backends.vectorised.library import load
 from roundtable.simulation.backends.vectorised.program import StepProgram, Vectors
+from roundtable.simulation.backends.vectorised.recorded_work import HeldVectors, Loss, Manner, RecordedWork
 from roundtable.simulation.backends.vectorised.recording import Recording, Unrecordable, record
 from roundtable.simulation.backends.vectorised.staying import is_counter
 from roundtable.simulation.backends.vectorised.step_check import StatedInputs, check_program
@@ -31,24 +32,6 @@ from roundtable.simulation.backends.vectorised.step_check import StatedInputs, c
 log = logging.getLogger("roundtable.simulation")
 Parts = Sequence[Tensor]
 _Program = tuple[Recording, Sequence[Tensor], Vectors, LocalStep]
-
-
-class Loss(nn.Module):
-    """`Task.loss` as a module, so that it can be called with other tensors in the model's place."""
-
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self._task = task
-
-    @override
-    def forward(self, batch: Any) -> Tensor:
-        """The scalar loss of a batch."""
-        loss = self._task.loss(self.model, batch)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise Unrecordable(f"{type(self._task).__name__}.loss() returned {shape}, not a scalar tensor")
-        return loss
 
 
 class Steps:
@@ -61,8 +44,10 @@ class Steps:
         layout: Layout,
         device: torch.device,
         examples: Parts | None = None,
+        algorithm: ClientAlgorithm | None = None,
     ) -> None:
-        """`model` holds the job's initial weights, `examples` are the first client's, to check steps with."""
+        """`model` holds the job's initial weights, `examples` are the first client's, to check steps with;
+        `algorithm` is asked for gradients in steps that are its own."""
         initial = layout.flatten(model).clone()
         self.model = model.to(device).train()
         self.vectors = Vectors.zeros(layout.size, device)
@@ -73,12 +58,14 @@ class Steps:
         self.parameters = [views[name] for name in self._names]
         own = self.model.state_dict(keep_vars=True)
         self._counters = {spec.name: own[spec.name] for spec in layout.tensors if is_counter(spec)}
-        self._counts: dict[str, int] | None = None
+        self.counts: dict[str, int] = {}
         self._resting = [
             (own[spec.name].detach(), slice(spec.offset, spec.offset + spec.size))
             for spec in layout.averaged
             if spec.name not in trained
         ]
+        self._algorithm = algorithm
+        self.held = HeldVectors(layout, device)
         self._stated = StatedInputs(initial, self._resting, examples)
         self._programs: dict[tuple[Any, ...], StepProgram] = {}
         self._refusals: dict[tuple[Any, ...], str] = {}
@@ -90,41 +77,58 @@ class Steps:
         return self.vectors.weights
 
     def begin(self, vector: Tensor, step: LocalStep, constant: Tensor | None = None) -> None:
-        """A client starts from the global vector; `constant` is added to each of its gradients."""
+        """A client starts from the global vector; `constant` is added to each of its gradients.
+
+        `counts` are what its steps from now on add to counters of the model, by name.
+        """
         self.vectors.begin(vector, step, constant)
+        self.counts = dict.fromkeys(self._counters, 0)
         for tensor, span in self._resting:
             tensor.copy_(vector[span].view(tensor.shape))
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What each step adds to counters of the model, by name."""
-        return self._counts or {}
 
     def settle(self) -> None:
         """Takes what steps have left in the model's own tensors (running statistics) into the weights."""
         for tensor, span in self._resting:
             self.weights[span].view(tensor.shape).copy_(tensor)
 
-    def take(self, batch: Any, step: LocalStep, rate: float) -> Tensor:
-        """One step on a batch; returns its loss, not waited for. Unrecordable comes before any change."""
-        tensors = batch if _plain(batch) else tree_flatten(batch)[0]
-        program = self._known(_key(tensors, step)) or self.prepare(batch, step)
+    def take(self, batch: Any, manner: Manner, rate: float, earlier: Sequence[Any] = ()) -> Tensor:
+        """One step on a batch, and on an earlier one that it looks back at; returns its loss, not waited for.
+
+        Unrecordable comes before any change.
+        """
+        given = (batch, *earlier)
+        tensors = batch if _plain(batch) and not earlier else tree_flatten(given)[0]
+        program = self._known(_key(tensors, manner)) or self.prepare(batch, manner, earlier)
+        self._count(program, 1)
         return program.run(rate, *tensors)
 
-    def take_all(self, batches: Iterable[Batch], step: LocalStep, rate: float) -> tuple[Tensor, list[int]]:
-        """A step on each batch; their losses and sizes."""
+    def take_all(
+        self, batches: Iterable[Batch], manner: Callable[[int], Manner], rate: float, back: bool = False
+    ) -> tuple[Tensor, list[int]]:
+        """A step on each batch, step `number` from 1 in the manner of that number; their losses and sizes.
+
+        back: whether steps look back at the batch before, the first at its own.
+        """
         losses: list[Tensor] = []
         sizes: list[int] = []
-        for batch in batches:
-            losses.append(self.take(batch.data, step, rate).view(1))
+        before: tuple[Any, ...] = ()
+        for number, batch in enumerate(batches, 1):
+            earlier = (before or (batch.data,)) if back else ()
+            losses.append(self.take(batch.data, manner(number), rate, earlier).view(1))
             sizes.append(batch.size)
+            before = (batch.data,)
         return torch.cat(losses), sizes
 
     def take_rows(
-        self, examples: Parts, orders: Iterable[Tensor], batch_size: int, step: LocalStep, rate: float
+        self,
+        examples: Parts,
+        orders: Iterable[Tensor],
+        batch_size: int,
+        manner: Callable[[int], Manner],
+        rate: float,
     ) -> tuple[Tensor, list[int]]:
         """The same for batches of these examples, epoch after epoch in the order given. Where the kernels are
-        alone, an epoch is one call, and each batch is gathered when its turn comes."""
+        alone, an epoch's steps of one manner are one call, and each batch is gathered when its turn comes."""
         losses: list[Tensor] = []
         sizes: list[int] = []
         for order in orders:
@@ -132,19 +136,30 @@ class Steps:
             for rows in (order[:full].view(-1, batch_size), order[full:].view(1, -1)):
                 if not rows.numel():
                     continue
-                program = self.prepare(gathered(examples, rows[0]), step)
-                if isinstance(program, CompiledProgram) and program.alone:
-                    losses.append(program.repeat(rate, examples, rows))
-                else:
-                    losses += [program.run(rate, *gathered(examples, some)).view(1) for some in rows]
+                manners, start = [manner(len(sizes) + number) for number in range(1, len(rows) + 1)], 0
+                for one, run in groupby(manners):
+                    end = start + sum(1 for _ in run)
+                    losses += self._repeated(one, examples, rows[start:end], rate)
+                    start = end
                 sizes += [rows.shape[1]] * len(rows)
         return torch.cat(losses), sizes
 
-    def takes_rows(self, examples: Parts, rows: Tensor, step: LocalStep) -> bool:
+    def _repeated(self, manner: Manner, examples: Parts, rows: Tensor, rate: float) -> list[Tensor]:
+        program = self.prepare(gathered(examples, rows[0]), manner)
+        self._count(program, len(rows))
+        if isinstance(program, CompiledProgram) and program.alone:
+            return [program.repeat(rate, examples, rows)]
+        return [program.run(rate, *gathered(examples, some)).view(1) for some in rows]
+
+    def _count(self, program: StepProgram, steps: int) -> None:
+        for name, added in program.counts.items():
+            self.counts[name] += added * steps
+
+    def takes_rows(self, examples: Parts, rows: Tensor, manner: Manner) -> bool:
         """Whether steps on batches such as these rows are the kernels' alone."""
         if self.weights.device.type != "cpu" or not all(map(whole, examples)):
             return False
-        program = self.prepare(gathered(examples, rows), step)
+        program = self.prepare(gathered(examples, rows), manner)
         return isinstance(program, CompiledProgram) and program.alone
 
     def change(self, vector: Tensor, out: Tensor) -> bool:
@@ -160,21 +175,21 @@ class Steps:
         # A sum may be infinite where no value is.
         return math.isfinite(total) or bool(torch.isfinite(out).all())
 
-    def prepare(self, batch: Any, step: LocalStep) -> StepProgram:
+    def prepare(self, batch: Any, manner: Manner, earlier: Sequence[Any] = ()) -> StepProgram:
         """The program for batches of this shape; nothing is trained. Raises Unrecordable if there is none."""
-        known = self._known(_key(batch, step)) if _plain(batch) else None
+        known = self._known(_key(batch, manner)) if _plain(batch) and not earlier else None
         if known is not None:
             return known
-        leaves, spec = tree_flatten(batch)
+        leaves, spec = tree_flatten((batch, *earlier))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if len(tensors) != len(leaves):
             raise Unrecordable("its batches hold values that are no tensors")
-        key = _key(tensors, step)
+        key = _key(tensors, manner)
         known = self._known(key)
         if known is None:
             try:
                 with self._untouched():
-                    known = self._programs[key] = self._make(tensors, spec, step)
+                    known = self._programs[key] = self._make(tensors, spec, manner)
             except Unrecordable as error:
                 self._refusals[key] = str(error)
                 raise
@@ -190,6 +205,7 @@ class Steps:
     def _untouched(self) -> Iterator[None]:
         """Puts the model's own tensors back after steps that train nobody."""
         mine = [*(tensor for tensor, _ in self._resting), *self._counters.values()]
+        mine += self.held.values.values()
         before = [tensor.clone() for tensor in mine]
         try:
             yield
@@ -197,26 +213,28 @@ class Steps:
             for tensor, value in zip(mine, before, strict=True):
                 tensor.copy_(value)
 
-    def _make(self, tensors: list[Tensor], spec: Any, step: LocalStep) -> StepProgram:
+    def _make(self, tensors: list[Tensor], spec: Any, manner: Manner) -> StepProgram:
+        step = manner.step
+
+        @torch.no_grad()
         def gradients_of(*inputs: Tensor) -> list[Tensor | None]:
             count = len(self.parameters)
-            leaves = [value.detach().requires_grad_() for value in inputs[:count]]
-            state = {f"model.{name}": leaf for name, leaf in zip(self._names, leaves, strict=True)}
-            loss = functional_call(self._loss, state, (tree_unflatten(list(inputs[count:]), spec),))
-            gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+            weights, batches = inputs[:count], tree_unflatten(list(inputs[count:]), spec)
+            work = RecordedWork(self._loss, self._names, weights, batches, self.held, manner.phase)
+            own = self._algorithm if manner.own else None
+            loss, gradients = work.gradients() if own is None else own.gradients(work)
             if step.corrected or (step.pull and step.weight_decay):
                 # The pull reaches everything, and with it decay; so does a constant.
-                gradients = tuple(
-                    torch.zeros_like(leaf) if gradient is None else gradient
-                    for leaf, gradient in zip(leaves, gradients, strict=True)
-                )
+                gradients = [
+                    torch.zeros_like(weight) if gradient is None else gradient
+                    for weight, gradient in zip(weights, gradients, strict=True)
+                ]
             return [loss.detach(), *gradients]
 
         count = len(self.parameters)
-        recording = _recorded_twice(gradients_of, [*self.parameters, *tensors], count, self._counters)
-        if self._counts is not None and self._counts != recording.counts:
-            raise Unrecordable("batches of different shapes move counters of the model differently")
-        self._counts = recording.counts
+        held = list(self.held.values.values())
+        inputs = [*self.parameters, *_apart(tensors)]
+        recording = _recorded_twice(gradients_of, inputs, count, self._counters, held)
         self.random = self.random or recording.random
         parts = (recording, self.parameters, self.vectors, step)
         compiled = self._compiled(parts, gradients_of, tensors)
@@ -227,6 +245,7 @@ class Steps:
         return program
 
     def _check(self, program: StepProgram, gradients_of: Any, tensors: Sequence[Tensor]) -> None:
+        self._stated.beside = list(self.held.values.values())
         check_program(program, gradients_of, self.parameters, self.vectors, self._stated, tensors)
 
     def _compiled(
@@ -245,6 +264,16 @@ class Steps:
         return program
 
 
+def _apart(tensors: list[Tensor]) -> list[Tensor]:
+    """Each tensor in memory of its own: one that comes twice, as where a client's first batch stands for the
+    one before, is two inputs."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        twice = tensor.is_contiguous() and any(tensor is other for other in found)
+        found.append(torch.empty_like(tensor).copy_(tensor) if twice else tensor)
+    return found
+
+
 def gathered(examples: Parts, rows: Tensor) -> Parts:
     """The batch of these rows."""
     return tuple(part.index_select(0, rows) for part in examples)
@@ -255,12 +284,16 @@ def _plain(batch: Any) -> bool:
     return type(batch) is tuple and all(type(part) is Tensor for part in batch)
 
 
-def _key(tensors: Sequence[Tensor], step: LocalStep) -> tuple[Any, ...]:
-    return (step, *((t.shape, t.stride(), t.dtype) for t in tensors))
+def _key(tensors: Sequence[Tensor], manner: Manner) -> tuple[Any, ...]:
+    return (manner, *((t.shape, t.stride(), t.dtype) for t in tensors))
 
 
 def _recorded_twice(
-    gradients_of: Any, inputs: list[Tensor], parameters: int, counters: Mapping[str, Tensor]
+    gradients_of: Any,
+    inputs: list[Tensor],
+    parameters: int,
+    counters: Mapping[str, Tensor],
+    held: Sequence[Tensor],
 ) -> Recording:
     """Records the step, and again on other data with another seed; it must depend on neither."""
     devices = _cuda(inputs[0])
@@ -269,7 +302,7 @@ def _recorded_twice(
     with torch.random.fork_rng(devices=devices):
         for seed, values in enumerate((inputs, other)):
             torch.manual_seed(seed)
-            recordings.append(record(gradients_of, values, counters))
+            recordings.append(record(gradients_of, values, counters, held))
     difference = recordings[0].same_as(recordings[1])
     if difference is not None:
         raise Unrecordable(f"its operations depend on the data or on chance: {difference}")

@@ -121,8 +121,11 @@ class Recording:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, inputs: Sequence[Tensor], counters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, inputs: Sequence[Tensor], counters: Mapping[str, Tensor], held: Sequence[Tensor]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._held = {tensor.untyped_storage().data_ptr() for tensor in held}
         self.recording = Recording()
         self._counters = {self._key(tensor): name for name, tensor in counters.items()}
         self._numbers: dict[tuple[Any, ...], Ref] = {}
@@ -204,12 +207,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ref
 
     def _check_targets(self, func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """What is written to must have been made within the step."""
+        """What is written to must have been made within the step, or be held by the client."""
         kept = {*self.recording.inputs, *self.recording.constants}
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 target = args[number] if number < len(args) else kwargs.get(argument.name)
-                if isinstance(target, Tensor) and self._numbers.get(self._key(target)) in kept:
+                if not isinstance(target, Tensor) or target.untyped_storage().data_ptr() in self._held:
+                    continue
+                if self._numbers.get(self._key(target)) in kept:
                     raise Unrecordable(f"it changes a buffer of the model in place ({func})")
 
     @staticmethod
@@ -236,12 +241,14 @@ def record(
     function: Callable[..., Sequence[Tensor | None]],
     inputs: Sequence[Tensor],
     counters: Mapping[str, Tensor] | None = None,
+    held: Sequence[Tensor] = (),
 ) -> Recording:
-    """The operations of `function(*inputs)` and where its results are; steps of `counters` are counted.
+    """The operations of `function(*inputs)` and where its results are; steps of `counters` are counted, and
+    the memory of `held` may be written.
 
     Raises Unrecordable where it reads values into Python or changes what it did not make.
     """
-    recorder = _Recorder(inputs, counters or {})
+    recorder = _Recorder(inputs, counters or {}, held)
     with recorder:
         results = function(*inputs)
     recorder.recording.results = [None if r is None else recorder.number_of(r) for r in results]

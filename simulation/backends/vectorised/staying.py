@@ -63,15 +63,15 @@ class StayingTensors:
         return torch.cat([constant, constant.new_zeros(self.layout.size - self._size)])
 
     def kept(
-        self, weights: Tensor, counts: Mapping[str, int], steps: int, local: Mapping[str, Tensor] | None
+        self, weights: Tensor, counts: Mapping[str, int], local: Mapping[str, Tensor] | None
     ) -> dict[str, Tensor]:
-        """What stays after so many steps that ended with `weights` [d + e], on CPU, by name."""
+        """What stays after steps that ended with `weights` [d + e] and counted so far, on CPU, by name."""
         found = {}
         for name in self._kept:
             if name in self._places:
                 value = weights[self._places[name]].to("cpu", copy=True).view(self._initial[name].shape)
             else:
-                value = self._now(name, local) + counts.get(name, 0) * steps
+                value = self._now(name, local) + counts.get(name, 0)
             found[name] = value
         return found
 

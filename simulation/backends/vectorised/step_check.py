@@ -26,13 +26,15 @@ _RATE = 0.125
 class StatedInputs:
     """Where a step is checked: weights `initial` [d], and the first client's `examples`, if it has any.
 
-    `resting` are the model's tensors that no step moves, and their places in the flat vector.
+    `resting` are the model's tensors that no step moves, and their places in the flat vector. `beside` are
+    what an algorithm holds beside the weights: vectors [d] and scalars, each another one.
     """
 
     def __init__(self, initial: Tensor, resting: Resting, examples: Sequence[Tensor] | None = None) -> None:
         self._initial = initial
         self._resting = resting
         self._examples = examples if examples and len(examples[0]) else None
+        self.beside: Sequence[Tensor] = ()
 
     def batch(self, like: Sequence[Tensor]) -> list[Tensor]:
         """A batch of the shapes and strides of `like`, of the first client's rows over and over.
@@ -54,13 +56,16 @@ class StatedInputs:
         return batch
 
     def rested(self) -> list[Tensor]:
-        """Copies of the resting tensors as they are now."""
-        return [tensor.clone() for tensor, _ in self._resting]
+        """Copies, as they are now, of the resting tensors and of those beside."""
+        return [tensor.clone() for tensor in self._all()]
 
     def rest(self, values: Sequence[Tensor]) -> None:
         """Puts such copies back."""
-        for (tensor, _), value in zip(self._resting, values, strict=True):
+        for tensor, value in zip(self._all(), values, strict=True):
             tensor.copy_(value)
+
+    def _all(self) -> list[Tensor]:
+        return [*(tensor for tensor, _ in self._resting), *self.beside]
 
     @contextmanager
     def placed(self, vectors: Vectors, step: LocalStep) -> Iterator[None]:
@@ -71,6 +76,9 @@ class StatedInputs:
         vectors.weights.copy_(initial)
         for tensor, span in self._resting:
             tensor.copy_(initial[span].view(tensor.shape))
+        for number, tensor in enumerate(self.beside, 1):
+            wave = torch.arange(len(initial), device=initial.device).mul(number).sin().mul(0.1).add(1.0)
+            tensor.copy_(initial * wave if tensor.dim() else torch.tensor(_RATE))
         if step.shifted:
             torch.mul(initial, 0.9 * step.pull + 0.1 * step.corrected, out=vectors.target)
         try:
@@ -123,7 +131,9 @@ def check_program(
         )
     for wanted, found in zip(moved, statistics, strict=True):
         if not torch.allclose(wanted, found, _TOLERANCE, 10 * rounding, equal_nan=True):
-            raise Unrecordable("its first step leaves other running statistics in the model than autograd's")
+            raise Unrecordable(
+                "its first step leaves other running statistics or values beside the model than autograd's"
+            )
 
 
 def _put_velocity(parameters: Sequence[Tensor], vectors: Vectors, gradients: Sequence[Tensor | None]) -> None:

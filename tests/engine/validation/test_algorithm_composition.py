@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from roundtable.core import parse_job
 from roundtable.core.algorithms.contract import (
     ClientAlgorithm,
     ClientRound,
     Composition,
-    GradientWork,
     SecondModel,
 )
+from roundtable.core.algorithms.gradient_work import Gradients, GradientWork
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.engine.validation.algorithm_composition import check_algorithm, check_exact
@@ -47,8 +47,9 @@ class Everywhere(ClientAlgorithm):
 
 
 class Hooked(Everywhere):
-    def after_gradient(self, work: GradientWork) -> None:
-        work.parameters[0].grad = None
+    def gradients(self, work: GradientWork) -> tuple[Tensor, Gradients]:
+        loss, found = work.gradients()
+        return loss, [None, *found[1:]]
 
 
 class Resting(Everywhere):
@@ -61,9 +62,7 @@ class Twofold(Everywhere):
         return None
 
 
-@pytest.mark.parametrize(
-    ("kind", "hook"), [(Hooked, "after_gradient"), (Resting, "resting"), (Twofold, "second")]
-)
+@pytest.mark.parametrize(("kind", "hook"), [(Hooked, "gradients"), (Resting, "resting"), (Twofold, "second")])
 def test_what_steps_of_dp_sgd_would_pass_over_is_refused_under_example_level(
     kind: type[ClientAlgorithm], hook: str
 ) -> None:
