@@ -2,8 +2,8 @@
 
     python -m benchmarks.survey_time [--silos 10] [--columns 50] [--rows 2000]
 
-Everything runs in this process, with the protocol of secure aggregation as it is: keys, shares, masks, digits,
-engine, and the reading of the files. Imports are counted apart.
+Everything runs in this process, with the protocol of secure aggregation as it is: keys, shares, masks,
+digits, engine, and the reading of the files. Imports are counted apart.
 """
 
 from __future__ import annotations
