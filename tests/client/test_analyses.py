@@ -69,7 +69,44 @@ at = [0.5]
 """
 
 
-TREES = """
+FITS = """
+[columns.days]
+least = 0
+most = 100
+
+[[questions]]
+ask = "cox"
+time = "days"
+event = "ill"
+every = 10
+on = ["age"]
+robust = true
+
+[[questions]]
+ask = "mixed_intercept"
+outcome = "days"
+on = ["age"]
+
+[[questions]]
+ask = "components"
+columns = ["age", "days"]
+
+[[questions]]
+ask = "mann_whitney"
+column = "age"
+by = "ill"
+every = 1
+
+[[questions]]
+ask = "top_values"
+column = "age"
+every = 10
+
+[[questions]]
+ask = "evaluate"
+score = "age"
+outcome = "ill"
+
 [[questions]]
 name = "trees"
 ask = "boosted_trees"
@@ -89,11 +126,12 @@ def write(folder: Path, asked: str = SURVEY) -> Path:
         draw = np.random.default_rng(number)
         age = draw.integers(20, 90, 40)
         ill = np.where(draw.random(40) < age / 110, "yes", "no")
+        days = draw.integers(1, 100, 40)
         rows = [
-            f"{'?' if place == 7 else years},{word}"
-            for place, (years, word) in enumerate(zip(age, ill, strict=True))
+            f"{'?' if place == 7 else years},{word},{many}"
+            for place, (years, word, many) in enumerate(zip(age, ill, days, strict=True))
         ]
-        (folder / f"{name}.csv").write_text("\n".join(["age,ill", *rows]) + "\n")
+        (folder / f"{name}.csv").write_text("\n".join(["age,ill,days", *rows]) + "\n")
         lines.append(f'{name} = "{name}.csv"')
     (folder / "survey.toml").write_text("\n".join(lines))
     return folder / "survey.toml"
@@ -174,12 +212,13 @@ async def test_silos_answer_as_local_files_do_and_write_down_what_left(
     assert [asked["ask"] for asked in left[0].detail["questions"]] == ["describe", "logistic", "quantiles"]
 
 
-async def test_trees_of_real_silos_are_those_of_local_files(
+async def test_fits_of_real_silos_are_those_of_local_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Masked over a coordinator, masked here and in the clear here: the same bits of the same model."""
-    survey = write(tmp_path, SURVEY[: SURVEY.index("[[questions]]")] + TREES)
-    with pytest.raises(PrivacyError, match="trees: without masks the coordinator sees each silo's own sums"):
+    """Masked over a coordinator, masked here and in the clear here: the same bits of Cox regression, trees
+    and all that has its own sums."""
+    survey = write(tmp_path, SURVEY[: SURVEY.index("[[questions]]")] + FITS)
+    with pytest.raises(PrivacyError, match="without masks the coordinator sees each silo's own sums"):
         analyse(survey, overrides={"secure_aggregation": False})
     wanted = tmp_path / "here.json"
     found = [
@@ -187,16 +226,20 @@ async def test_trees_of_real_silos_are_those_of_local_files(
         for masked in (True, False)
     ]
     found[0].save_model(wanted)
-    assert found[1].answers[0].model == found[0].answers[0].model
+    assert [answer.why for answer in found[0].answers] == [""] * 7
+    assert found[1].answers == found[0].answers
+    kinds = [answer.ask for answer in found[0].answers]
     async with federation_of(tmp_path, "") as (address, folder):
-        config = (with_table((address, folder), name, least_count=1) for name in NAMES)
+        config = (with_table((address, folder), name, least_count=1, allowed=kinds) for name in NAMES)
         model = tmp_path / "model.json"
-        command = ["analyse", str(survey), "--set", "least_count=1", "--model", str(model)]
+        command = ["analyse", str(survey), "--set", "least_count=1", "--model", str(model), "--json"]
         command += ["--coordinator", address, "--credentials", str(folder / "operator")]
         async with agents(*config):
             await asyncio.to_thread(wait_for_silos, address, folder)
             code = await asyncio.to_thread(run_command, command)
-            assert code == 0, capsys.readouterr().err
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert json.loads(said.out)["answers"] == found[0].to_dict()["answers"]
     assert model.read_bytes() == wanted.read_bytes()
     assert len(json.loads(model.read_bytes())["learner"]["gradient_booster"]["model"]["trees"]) == 3
 
@@ -333,7 +376,7 @@ def test_a_silo_answers_no_round_of_an_analysis_that_it_did_not_begin_or_whose_r
     assert answered(first, kept).keys() == kept.keys()
     with pytest.raises(PrivacyError, match="did not begin the analysis"):
         answered(first, None)
-    (tmp_path / "alder.csv").write_text((tmp_path / "alder.csv").read_text() + "44,no\n" * 5)
+    (tmp_path / "alder.csv").write_text((tmp_path / "alder.csv").read_text() + "44,no,9\n" * 5)
     data = Site("alder", options=job.simulation.data).tables
     with pytest.raises(PrivacyError, match="table is another than when the analysis began"):
         answered(first, kept)

@@ -10,7 +10,7 @@ from roundtable.core.analyses.exact_sums import Doubles
 from roundtable.core.analyses.question import Question
 from roundtable.core.errors import ConfigError
 
-MOST_INTERVALS = 4096
+MOST_INTERVALS = 8192
 
 
 class TimeGrid:
