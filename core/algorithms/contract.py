@@ -186,7 +186,8 @@ class ClientAlgorithm:
         self.table = table
 
     def check_clients(self, names: Collection[str]) -> None:
-        """Raises ConfigError where it names a client that is none of these, who are all; in simulations."""
+        """Raises ConfigError where it names a client that is none of these: in a simulation all, at a
+        coordinator those that have ever connected."""
 
     def step(self) -> LocalStep:
         """What it does to a step, as far as a `LocalStep` can say it."""

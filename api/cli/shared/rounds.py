@@ -28,7 +28,8 @@ def round_line(number: int, rounds: int, figures: Mapping[str, Any]) -> str:
 
 
 def metrics_of(figures: Mapping[str, Any]) -> dict[str, str]:
-    """Name → formatted mean: what was evaluated, the loss last, then the loss of training.
+    """Name → formatted mean: what was evaluated, the loss last, then the loss of training, and what merging
+    low-rank factors lost.
 
     What was measured of the model that the round began with is called so.
     """
@@ -40,6 +41,8 @@ def metrics_of(figures: Mapping[str, Any]) -> dict[str, str]:
     training: Mapping[str, float] = figures.get("training") or {}
     if "loss" in training:
         metrics["training loss"] = f"{training['loss']:.4f}"
+    if "merge_error" in training:
+        metrics["merge error"] = f"{training['merge_error']:.4f}"
     return metrics
 
 

@@ -62,6 +62,8 @@ def _add_product(module: nn.Module, pair: FactorPair, down: Tensor, up: Tensor) 
         ) from error
 
     def add(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        if layer.disable_adapters:  # Somebody asks for the base alone.
+            return output
         product = functional.linear(functional.linear(inputs[0].to(down.dtype), down), up)
         return output + (scale * product).to(output.dtype)
 

@@ -69,9 +69,10 @@ class RankedAlgorithm(ClientAlgorithm):
     def check_clients(self, names: Collection[str]) -> None:
         assert isinstance(self.table, RankTable)
         if unknown := [name for name in self.table.ranks if name not in names]:
-            some = ", ".join(list(names)[:5])
+            some = ", ".join(list(names)[:5]) or "none"
             raise ConfigError(
-                f"algorithm.ranks: {unknown[0]!r} is not a client of this job; the first are {some}",
+                f"algorithm.ranks: {unknown[0]!r} is not a client of this job; the first are {some}. At a "
+                "coordinator these are the silos that have connected before the job is submitted",
                 key=("algorithm", "ranks"),
             )
 

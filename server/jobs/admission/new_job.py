@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, EncodingError, LayoutError
 from roundtable.core.observability.tracking import check_inside, check_trackers
@@ -42,6 +43,8 @@ async def rows_of(
         digest = submission.model[:12]
         raise ConfigError(f"the initial model {digest} is not stored here: upload it before the job")
     agents = await database.read(all_clients)
+    if run == 1:  # A series does not end with a silo that has left.
+        make_algorithm(job.algorithm).check_clients([agent.name for agent in agents])
     population = max(1, sum(agent.offers(job.task.name) for agent in agents))
     spent: Sequence[Total] = ()
     budgets = budgets_of(job.privacy, whose)
