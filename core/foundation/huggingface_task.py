@@ -1,7 +1,7 @@
 """A task that fine-tunes a causal language model of Hugging Face's libraries.
 
 LoRA is Hu et al. 2022 (equation 3); FFA-LoRA, in which A is frozen and common to all, Sun et al. 2024
-(section 4); averaging both factors is FedIT (Zhang et al. 2024, algorithm 1).
+(section 4); averaging both factors is FedIT (Zhang et al. 2024, algorithm 1). DPO is Rafailov et al. 2023.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing_extensions import override
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.foundation.base_model import BaseModel, find_base, library
-from roundtable.core.foundation.token_rows import (
-    IGNORED,
-    Learn,
-    Text,
-    TokenRows,
-    packed,
-    read_texts,
-    tokens_of,
+from roundtable.core.foundation.preferences import (
+    preference_loss,
+    preference_of,
+    preference_rows,
+    rewards,
 )
+from roundtable.core.foundation.text_files import Text, read_texts
+from roundtable.core.foundation.token_rows import IGNORED, Learn, TokenRows, packed, tokens_of
 from roundtable.core.measures.measured import perplexity
 from roundtable.core.task import Dataset, Site, Task
 
 Method = Literal["lora", "ffa_lora", "dora", "ia3", "full"]
+Objective = Literal["sft", "dpo"]
 Precision = Literal["float32", "bfloat16", "float16"]
 PINNED = "pinned"
 """The part of the model that holds digests of what all parties must have alike."""
@@ -46,7 +46,8 @@ class HuggingFaceTask(Task):
     "all-linear"; None: those that peft chooses for this kind of model) for adapters. `precision` is that of
     the frozen base; adapters are float32. `learn` says whether the answers alone of chats and of prompts are
     learnt; `template` is a chat template in the place of the tokenizer's. `test_share` of the texts, the
-    last ones, are kept for evaluation where no other are given.
+    last ones, are kept for evaluation where no other are given. `objective` is "sft", the next token, or
+    "dpo", preferences between two answers, whose `beta` holds the model to the base.
     """
 
     def __init__(
@@ -63,11 +64,14 @@ class HuggingFaceTask(Task):
         learn: Learn = "answers",
         template: str | None = None,
         test_share: float = 0.1,
+        objective: Objective = "sft",
+        beta: float = 0.1,
     ) -> None:
         for name, value, known in (
             ("method", method, Method),
             ("precision", precision, Precision),
             ("learn", learn, Learn),
+            ("objective", objective, Objective),
         ):
             if value not in get_args(known):
                 raise ConfigError(
@@ -85,6 +89,12 @@ class HuggingFaceTask(Task):
                 'weights are rounded away: set precision = "float32", or train adapters',
                 key=("task", "precision"),
             )
+        if objective == "dpo" and (method == "full" or not beta > 0):
+            raise ConfigError(
+                f'task: objective = "dpo" with method = {method!r} and beta = {beta}: it compares with the '
+                'base, which every method but "full" leaves beside what trains, and beta must be above 0',
+                key=("task", "objective"),
+            )
         self.base = base
         self.length = length
         self.method: Method = method
@@ -97,6 +107,8 @@ class HuggingFaceTask(Task):
         self.learn: Learn = learn
         self.template = template
         self.test_share = test_share
+        self.objective: Objective = objective
+        self.beta = beta
 
     @cached_property
     def pretrained_base(self) -> BaseModel:
@@ -172,8 +184,8 @@ class HuggingFaceTask(Task):
         """
         if not isinstance(site.options.get("file"), str):
             raise TaskError(
-                'no data: name a .txt or .jsonl file, as file = "…" in the silo\'s [data] table, or in '
-                "[simulation.data] of the job"
+                'no data: name a .txt, .jsonl or .parquet file, as file = "…" in the silo\'s [data] table, '
+                "or in [simulation.data] of the job"
             )
         found = read_texts(Path(site.options["file"]).expanduser())
         labels = [str(text.get("label", "")) if isinstance(text, dict) else "" for text in found]
@@ -190,26 +202,41 @@ class HuggingFaceTask(Task):
         return tuple(self.rows(training)), tuple(self.rows(test))
 
     def rows(self, texts: Sequence[Text]) -> TokenRows:
-        """The texts as packed rows of tokens."""
+        """The texts as packed rows of tokens; preferences as two rows each."""
         found = self.pretrained_base
         found.check_length(self.length)
-        tokenizer = found.tokenizer
+        tokenizer, filler = found.tokenizer, int(found.tokenizer.eos_token_id)
+        if self.objective == "dpo":
+            pairs = (preference_of(tokenizer, text) for text in texts)
+            return preference_rows(pairs, self.length, filler)
         tokens = (tokens_of(tokenizer, text, self.learn) for text in texts)
-        return packed(tokens, self.length, int(tokenizer.eos_token_id))
+        return packed(tokens, self.length, filler)
 
     @override
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The losses of all tokens that are learnt, summed, over the number of places in the batch's rows.
 
         A row is an example, and all rows are of one length: so each token weighs alike over batches, their
-        parts and silos, whatever of a row is learnt.
+        parts and silos, whatever of a row is learnt. Of preferences the mean of equation 7, one weighing as
+        another.
         """
+        if self.objective == "dpo":
+            return preference_loss(rewards(model, batch, self.beta))
         losses, _ = self._token_losses(model, batch)
         return losses.sum() / (len(batch[0]) * (self.length - 1))
 
     @override
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[float | Tensor, int]]:
-        """`token_perplexity` and `token_accuracy`, over the tokens that are learnt."""
+        """`token_perplexity` and `token_accuracy`, over the tokens that are learnt. Of preferences
+        `reward_accuracy`, the share whose chosen answer has the higher reward, and `reward_margin`, the mean
+        difference of the two rewards."""
+        if self.objective == "dpo":
+            found = rewards(model, batch, self.beta)
+            margins = found[:, 0] - found[:, 1]
+            return {
+                "reward_accuracy": ((margins > 0).sum(), len(margins)),
+                "reward_margin": (margins.sum(), len(margins)),
+            }
         losses, right = self._token_losses(model, batch)
         return {**perplexity("token", losses), "token_accuracy": (right.sum(), len(losses))}
 

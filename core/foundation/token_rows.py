@@ -7,22 +7,20 @@ that is does not matter.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from roundtable.core.errors import TaskError
+from roundtable.core.foundation.text_files import Text
 
 IGNORED = -100
 """The label of a token from whose prediction nothing is learnt."""
 Learn = Literal["answers", "all"]
-Text = str | dict[str, Any]
 _log = logging.getLogger(__name__)
 
 
@@ -32,49 +30,6 @@ class TokenRows(NamedTuple):
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-
-
-def read_texts(path: Path) -> list[Text]:
-    """The texts of a file: paragraphs of a .txt, objects of a .jsonl.
-
-    An object has "text", "prompt" and "completion", or "messages" with roles and contents. TaskError, with
-    file and line, for anything else.
-    """
-    try:
-        whole = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path.name} cannot be read as UTF-8 text: {error}") from error
-    if path.suffix != ".jsonl":
-        return [part.strip() for part in whole.split("\n\n") if part.strip()]
-    found: list[Text] = []
-    for number, line in enumerate(whole.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TaskError(f"{path.name}, line {number}: no JSON: {error}") from error
-        if why := _wrong(value):
-            raise TaskError(f"{path.name}, line {number}: {why}")
-        found.append(value)
-    return found
-
-
-def _wrong(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return "an object is wanted on each line"
-    if isinstance(value.get("text"), str):
-        return None
-    if isinstance(value.get("prompt"), str) and isinstance(value.get("completion"), str):
-        return None
-    messages = value.get("messages")
-    if isinstance(messages, list) and messages:
-        known = all(
-            isinstance(each, dict) and all(isinstance(each.get(key), str) for key in ("role", "content"))
-            for each in messages
-        )
-        return None if known else 'each of "messages" needs "role" and "content", both texts'
-    return 'it has neither "text", nor "prompt" and "completion", nor "messages"'
 
 
 @dataclass(frozen=True)
@@ -90,16 +45,22 @@ def tokens_of(tokenizer: Any, text: Text, learn: Learn) -> Tokens:
     """The text as the tokenizer has it. TaskError for a chat that no template can mark the answers of."""
     if isinstance(text, dict) and "messages" in text:
         return _chat(tokenizer, text["messages"], learn)
+    if isinstance(text, dict) and "chosen" in text:
+        raise TaskError(
+            'the data are preferences, of "chosen" and "rejected" answers: set objective = "dpo" in the '
+            "job's [task] table"
+        )
     if isinstance(text, dict) and "prompt" in text:
-        prompt = _plain(tokenizer, text["prompt"])
+        prompt = plain_ids(tokenizer, text["prompt"])
         said = tokenizer(text["completion"], add_special_tokens=False)["input_ids"]
         answer = [*said, tokenizer.eos_token_id]
         return Tokens([*prompt, *answer], [learn == "all"] * len(prompt) + [True] * len(answer), False)
-    ids = [*_plain(tokenizer, text if isinstance(text, str) else text["text"]), tokenizer.eos_token_id]
+    ids = [*plain_ids(tokenizer, text if isinstance(text, str) else text["text"]), tokenizer.eos_token_id]
     return Tokens(ids, [True] * len(ids), True)
 
 
-def _plain(tokenizer: Any, text: str) -> list[int]:
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text, without one that ends it."""
     ids = list(tokenizer(text)["input_ids"])
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 

@@ -17,7 +17,8 @@ from roundtable.core import Layout, Site, initial_state
 from roundtable.core.errors import ConfigError, LayoutError, TaskError
 from roundtable.core.foundation.base_model import BASES, find_base
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask, plain_name
-from roundtable.core.foundation.token_rows import IGNORED, Text, packed, read_texts, tokens_of
+from roundtable.core.foundation.text_files import Text, read_texts
+from roundtable.core.foundation.token_rows import IGNORED, packed, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +256,40 @@ def test_texts_are_shared_out_and_the_last_ones_kept_for_tests(llama: Path, tmp_
 def test_targets_that_the_base_lacks_are_refused(llama: Path) -> None:
     with pytest.raises(TaskError, match="adapters do not fit this base"):
         task_of(llama, targets=["c_attn"]).model()
+
+
+def test_a_parquet_table_holds_what_lines_of_json_hold(llama: Path, tmp_path: Path) -> None:
+    """Texts, questions and chats in one table, whose other columns are empty: the same rows of tokens."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    texts: list[Text] = [
+        {"text": "plain", "label": "a"},
+        {"prompt": "why", "completion": "so"},
+        {"messages": chat},
+    ]
+    lines, table = tmp_path / "notes.jsonl", tmp_path / "notes.parquet"
+    lines.write_text("\n".join(map(json.dumps, texts)))
+    parquet.write_table(arrow.Table.from_pylist(texts, names_of(texts)), table)
+    assert read_texts(table) == read_texts(lines) == texts
+    task = task_of(llama)
+    for one, other in zip(task.rows(read_texts(table)), task.rows(texts), strict=True):
+        assert torch.equal(one, other)
+    parquet.write_table(arrow.table({"text": ["fine", None]}), table)
+    with pytest.raises(TaskError, match=r"notes\.parquet, row 2: it has neither"):
+        read_texts(table)
+    table.write_bytes(b"PAR1")
+    with pytest.raises(TaskError, match=r"notes\.parquet cannot be read as Parquet"):
+        read_texts(table)
+    with pytest.raises(TaskError, match=r"notes\.csv: texts are read from"):
+        read_texts(tmp_path / "notes.csv")
+
+
+def names_of(texts: list[Text]) -> Any:
+    import pyarrow
+
+    messages = pyarrow.list_(
+        pyarrow.struct([(name, pyarrow.string()) for name in ("role", "content", "name")])
+    )
+    names = [(name, pyarrow.string()) for name in ("text", "label", "prompt", "completion")]
+    return pyarrow.schema([*names, ("messages", messages)])

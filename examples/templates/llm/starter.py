@@ -1,14 +1,14 @@
 """Fine-tunes a language model on notes that stay at their silos: only the adapters travel.
 
 A silo names its own file as `starter` in the [data] table of its agent.toml: a .txt file with a note in each
-paragraph, or a .jsonl file (docs/foundation-models.md). Without a file the notes are made up.
+paragraph, or a .jsonl or .parquet file (docs/foundation-models.md). Without a file the notes are made up.
 """
 
 import random
 from pathlib import Path
 
 import roundtable as rt
-from roundtable.core.foundation.token_rows import read_texts
+from roundtable.core.foundation.text_files import read_texts
 
 BASE = Path(__file__).with_name("base")
 

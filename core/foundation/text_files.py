@@ -1,0 +1,116 @@
+"""Texts out of files: paragraphs, lines of JSON, rows of a Parquet table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from roundtable.core import extras
+from roundtable.core.errors import TaskError
+
+Text = str | dict[str, Any]
+"""A plain text, or an object: of "text", of "prompt" and "completion", of "messages", or, for preferences, of
+"prompt", "chosen" and "rejected"."""
+
+
+def read_texts(path: Path) -> list[Text]:
+    """The texts of a file: paragraphs of a .txt or .md, objects of a .jsonl, rows of a .parquet.
+
+    TaskError, with file and line or row, for an object that is no `Text`, and for other kinds of files.
+    """
+    try:
+        if path.suffix == ".parquet":
+            return list(_checked(path, "row", _rows(path)))
+        if path.suffix == ".jsonl":
+            return list(_checked(path, "line", _lines(path)))
+        if path.suffix in (".txt", ".md"):
+            return [part.strip() for part in _whole(path).split("\n\n") if part.strip()]
+    except OSError as error:
+        raise TaskError(f"{path.name} cannot be read: {error}") from error
+    raise TaskError(
+        f"{path.name}: texts are read from .txt, .md, .jsonl and .parquet, and this is none of them"
+    )
+
+
+def _whole(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path.name} cannot be read as UTF-8 text: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_whole(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TaskError(f"{path.name}, line {number}: no JSON: {error}") from error
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Part of the table after part; a column that is empty in a row is not there."""
+    parquet = extras.load("pyarrow.parquet", "texts in a Parquet file")
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _present(row)
+    except (OSError, ValueError) as error:  # All of pyarrow's own are one of these.
+        raise TaskError(f"{path.name} cannot be read as Parquet: {error}") from error
+
+
+def _present(value: Any) -> Any:
+    """A table has all columns in each row, and all fields in each message: empty ones are not meant."""
+    if isinstance(value, dict):
+        return {name: _present(part) for name, part in value.items() if part is not None}
+    return [_present(part) for part in value] if isinstance(value, list) else value
+
+
+def _checked(path: Path, place: str, found: Iterator[tuple[int, Any]]) -> Iterator[Text]:
+    for number, value in found:
+        if why := _wrong(value):
+            raise TaskError(f"{path.name}, {place} {number}: {why}")
+        yield value
+
+
+def _wrong(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return "an object is wanted"
+    if "chosen" in value or "rejected" in value:
+        return _wrong_pair(value)
+    if isinstance(value.get("text"), str):
+        return None
+    if isinstance(value.get("prompt"), str) and isinstance(value.get("completion"), str):
+        return None
+    if isinstance(value.get("messages"), list) and value["messages"]:
+        return _wrong_messages("messages", value["messages"])
+    return (
+        'it has neither "text", nor "prompt" and "completion", nor "messages", nor "prompt", "chosen" and '
+        '"rejected"'
+    )
+
+
+def _wrong_pair(value: dict[str, Any]) -> str | None:
+    parts = {name: value.get(name) for name in ("prompt", "chosen", "rejected")}
+    if all(isinstance(part, str) for part in parts.values()):
+        return None
+    for name, part in parts.items():
+        if not isinstance(part, list) or not part:
+            return 'a preference has "prompt", "chosen" and "rejected", all texts or all lists of messages'
+        if why := _wrong_messages(name, part):
+            return why
+    return None
+
+
+def _wrong_messages(name: str, messages: list[Any]) -> str | None:
+    known = all(
+        isinstance(each, dict) and all(isinstance(each.get(key), str) for key in ("role", "content"))
+        for each in messages
+    )
+    return None if known else f'each of "{name}" needs "role" and "content", both texts'
