@@ -22,6 +22,8 @@ EXTRAS = {
     "huggingface_hub": "huggingface",
     "jwt": "oidc",
     "matplotlib": "plot",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
     "opacus": "client",
     "opentelemetry": "tracing",
     "pandas": "pandas",

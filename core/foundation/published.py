@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,24 +21,32 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, EncodingError, TaskError
 from roundtable.core.foundation.base_model import find_base, library
 from roundtable.core.foundation.huggingface_task import PINNED, HuggingFaceTask, adapted, plain_name
+from roundtable.core.foundation.logits_program import check_onnx, write_program
 from roundtable.core.initial_model import whole_model
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, model_digest
 from roundtable.core.paths import AnyPath
 from roundtable.core.task import initial_state
 
-Format = Literal["peft", "transformers"]
+Format = Literal["peft", "transformers", "traced", "onnx"]
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+STATEMENT = "provenance.json"
 _BASE = "roundtable.base"
 
 
 @dataclass(frozen=True)
 class Story:
-    """What the card says of a job: rounds that made the model, and how many silos took part in them."""
+    """What the card says of a job: rounds that made the model, and the silos that took part in them, under
+    names that are not their own.
+
+    `statement` is the coordinator's signed one of where the model comes from, by `signer`; empty without.
+    """
 
     job: str
     round: int
-    silos: int
+    silos: Sequence[str]
+    statement: str = ""
+    signer: str = ""
 
 
 def publish(
@@ -56,6 +64,8 @@ def publish(
         raise ConfigError(
             'all weights were trained (method = "full"), which is no adapter: --format transformers'
         )
+    if kind == "onnx":
+        check_onnx()
     whole = whole_model(job, task, model)
     state = whole.state_dict()
     for name, value in state.items():
@@ -70,7 +80,9 @@ def publish(
         if kind == "peft":
             _write_adapter(trained, base, base_digest(whole.layout), task.precision, made)
         else:
-            _write_merged(trained, task, made)
+            _write_merged(trained, task, kind, made)
+        if told.statement:
+            (made / STATEMENT).write_text(told.statement + "\n", encoding="utf-8")
         (made / "README.md").write_text(_card(job, task, whole, base, kind, told), encoding="utf-8")
         folder.mkdir(exist_ok=True)
         for file in sorted(made.iterdir()):
@@ -95,13 +107,17 @@ def _write_adapter(model: Any, base: str, digest: str, precision: str, folder: P
     config.save_pretrained(folder)
 
 
-def _write_merged(model: Any, task: HuggingFaceTask, folder: Path) -> None:
+def _write_merged(model: Any, task: HuggingFaceTask, kind: Format, folder: Path) -> None:
     """In float32: in half precision merging rounds what was learnt."""
     if task.method != "full":
         model = model.float().merge_and_unload()
-    model.config.dtype = torch.float32
-    model.config._name_or_path = ""
-    model.save_pretrained(folder)
+    if kind == "traced" or kind == "onnx":
+        folder.mkdir()
+        write_program(model, kind, folder, model.config.vocab_size)
+    else:
+        model.config.dtype = torch.float32
+        model.config._name_or_path = ""
+        model.save_pretrained(folder)
     tokenizer = task.pretrained_base.tokenizer
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(folder)
@@ -194,12 +210,17 @@ def _card(job: JobConfig, task: HuggingFaceTask, model: Model, base: str, kind: 
     how = {
         "peft": f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), FOLDER)',
         "transformers": "AutoModelForCausalLM.from_pretrained(FOLDER)",
+        "traced": 'torch.export.load("FOLDER/model.pt2").module()(input_ids)',
+        "onnx": 'onnxruntime.InferenceSession("FOLDER/model.onnx").run(None, {"input_ids": input_ids})',
     }[kind]
     privacy = model.metadata.get("privacy", "no differential privacy was asked for")
     trained = (
         f"{task.method}, rank {task.rank}, alpha {task.alpha:g}" if "lora" in task.method else task.method
     )
-    silos = ", ".join(f"silo {number}" for number in range(1, told.silos + 1)) or "not known"
+    silos = ", ".join(told.silos) or "not told"
+    signed = f"signed by {told.signer}: {STATEMENT}" if told.statement else "no coordinator has signed for it"
+    if task.objective == "dpo":
+        trained += f"; DPO, beta {task.beta:g}"
     lines = {
         "base": f"{base} ({task.precision}), weights {base_digest(model.layout)[:16]}",
         "trained": f"{trained}; {model.layout.size:,} values travelled each round",
@@ -207,9 +228,11 @@ def _card(job: JobConfig, task: HuggingFaceTask, model: Model, base: str, kind: 
         "silos": silos,
         "privacy": privacy,
         "model": f"blake3 {model_digest(model.without_frozen())}",
+        "provenance": signed,
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in lines.items())
-    head = f"library_name: {kind}\nbase_model: {base}\ntags:\n- federated-learning"
+    library = {"traced": "pytorch"}.get(kind, kind)
+    head = f"library_name: {library}\nbase_model: {base}\ntags:\n- federated-learning"
     return (
         f"---\n{head}\n---\n\n# {told.job}\n\nFine-tuned over silos that kept their texts, by Roundtable.\n\n"
         f"| | |\n| --- | --- |\n{rows}\n\nLoad it with `{how}`.\n"

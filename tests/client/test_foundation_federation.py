@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -96,7 +98,13 @@ async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path) -> No
     one, other = (load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "simulated"))
     assert one.keys() == other.keys()
     assert all(torch.equal(value, other[name]) for name, value in one.items())
-    assert "| rounds | 2, fedavg |" in (folder / "adapter" / "README.md").read_text()
+    card = (folder / "adapter" / "README.md").read_text()
+    assert "| rounds | 2, fedavg |" in card
+    assert re.search(r"\| silos \| [0-9a-f]{16}, [0-9a-f]{16} \|", card)
+    assert "signed by coordinator: provenance.json" in card
+    statement = json.loads((folder / "adapter" / "provenance.json").read_text())["statement"]
+    assert statement["model"] in card
+    assert "silo 1, silo 2 |" in (folder / "simulated" / "README.md").read_text()
     perplexities = [record["token_perplexity"] for record in result.history]
     assert perplexities[-1] < perplexities[0] < 250
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import safetensors.torch
@@ -16,11 +17,12 @@ from tiny_bases import POSITIONS, write_base
 from roundtable.core import JobConfig, initial_state
 from roundtable.core.errors import ConfigError, EncodingError, LayoutError
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask
+from roundtable.core.foundation.logits_program import write_program
 from roundtable.core.foundation.published import Story, load_adapter, publish
 from roundtable.core.initial_model import initial_model
 from roundtable.core.models import Model
 
-STORY = Story("notes", 3, 2)
+STORY = Story("notes", 3, ("silo 1", "silo 2"), '{"statement": {}}', "coordinator")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -84,17 +86,87 @@ def test_the_libraries_load_what_is_written(bases: Path, kind: str, method: str,
 
 def test_nothing_that_is_written_names_this_machine_or_a_silo(bases: Path, tmp_path: Path) -> None:
     job, task, model = trained(bases / "llama")
+    here = (bases, tmp_path, Path.home(), Path(torch.__file__).parent.parent, Path.cwd())
     for kind in ("peft", "transformers"):
         publish(job, task, model, tmp_path / kind, kind, STORY)  # type: ignore[arg-type]
-        for file in (tmp_path / kind).iterdir():
-            for place in (bases, tmp_path, Path.home()):
-                assert str(place).encode() not in file.read_bytes(), file
+        check_places(tmp_path / kind, here)
     card = (tmp_path / "peft" / "README.md").read_text()
     assert "epsilon 3 at delta 0.001" in card
     assert "silo 1, silo 2 |" in card
     assert "base_model: llama" in card
+    assert "signed by coordinator: provenance.json" in card
+    assert (tmp_path / "peft" / "provenance.json").read_text() == STORY.statement + "\n"
     with pytest.raises(ConfigError, match="not empty"):
         publish(job, task, model, tmp_path / "peft", "peft", STORY)
+
+
+def check_places(folder: Path, places: Sequence[Path]) -> None:
+    """No file of the folder, nor a member of one that is a ZIP archive, holds one of these paths."""
+    for file in folder.iterdir():
+        parts = [file.read_bytes()]
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                parts += [archive.read(name) for name in archive.namelist()]
+        for place in places:
+            assert not any(str(place).encode() in part for part in parts), (file, place)
+
+
+@pytest.mark.slow
+def test_a_program_gives_the_logits_for_any_number_of_tokens(bases: Path, tmp_path: Path) -> None:
+    """Of adapters over a base in half precision: merged in float32."""
+    job, task, model = trained(bases / "llama", precision="bfloat16")
+    publish(job, task, model, tmp_path / "out", "traced", STORY)
+    check_places(tmp_path / "out", (bases, Path.home(), Path(torch.__file__).parent.parent, Path.cwd()))
+    program = torch.export.load(tmp_path / "out" / "model.pt2").module()
+    whole: Any = initial_state(task, job.seed)
+    model.layout.load(whole, model.vector)
+    merged = whole.float().merge_and_unload().eval()
+    for shape in ((1, 1), (1, 37), (3, POSITIONS)):
+        tokens = torch.randint(259, shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            torch.testing.assert_close(program(tokens), merged(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert 'torch.export.load("FOLDER/model.pt2")' in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+def test_onnx_gives_the_logits_for_any_number_of_tokens(bases: Path, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx.reference")
+    pytest.importorskip("onnxscript")
+    job, task, model = trained(bases / "gpt2")
+    publish(job, task, model, tmp_path / "out", "onnx", STORY)
+    check_places(tmp_path / "out", (bases, Path.home(), Path(torch.__file__).parent.parent, Path.cwd()))
+    tokens = torch.arange(3, 40)[None]
+    evaluator = onnx.ReferenceEvaluator(str(tmp_path / "out" / "model.onnx"))
+    (found,) = evaluator.run(None, {"input_ids": tokens.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), expected_of(job, task, model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_gives_other_logits_as_a_program_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EncodingError, match="other logits: by 1 of the largest"):
+        write_program(Forgetful(), "traced", tmp_path, 7)
+    with pytest.raises(EncodingError, match="torch cannot write this model as traced"):
+        write_program(Branching(), "traced", tmp_path, 7)
+
+
+class Logits(NamedTuple):
+    logits: torch.Tensor
+
+
+class Forgetful(torch.nn.Module):
+    """Gives zeros once it has been looked at by an exporter, and never again what it gave."""
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Logits:
+        scale = 0.0 if torch.compiler.is_exporting() else 1.0
+        return Logits(scale * torch.nn.functional.one_hot(input_ids, 7).float())
+
+
+class Branching(torch.nn.Module):
+    """Goes by values, which no trace can follow."""
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Logits:
+        logits = torch.nn.functional.one_hot(input_ids, 7).float()
+        return Logits(logits if logits.sum() > 3 else -logits)
 
 
 def test_a_model_is_put_over_its_own_base_alone(bases: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from roundtable.cli.jobs.chosen_model import model_of
-from roundtable.cli.shared.options import connect, connection_options, json_option
+from roundtable.cli.shared.options import connect, connection_options, json_option, require_connection
 from roundtable.cli.shared.output import interruptible, print_json, say, working
 from roundtable.core.errors import ConfigError, TaskError
 
 if TYPE_CHECKING:
+    from roundtable.cli.jobs.chosen_model import ChosenModel
     from roundtable.core.config import JobConfig
     from roundtable.core.foundation.published import Format, Story
     from roundtable.core.models import Model
 
+_PSEUDONYM = re.compile("[0-9a-f]{8,64}")
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
@@ -27,10 +30,10 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["peft", "transformers"]),
+    type=click.Choice(["peft", "transformers", "traced", "onnx"]),
     default="peft",
     show_default=True,
-    help="peft: the adapter; transformers: the whole model, adapters merged in float32.",
+    help="peft: the adapter; others: the whole model, adapters merged in float32; traced: for torch.export.",
 )
 @click.option("-o", "--output", type=_FOLDER, required=True, help="A folder that is empty or not there.")
 @click.option(
@@ -57,10 +60,11 @@ def export(
     credentials: Path | None,
     as_json: bool,
 ) -> None:
-    """Write what a job fine-tuned for peft or transformers.
+    """Write what a job fine-tuned for peft, transformers, torch or ONNX.
 
     JOB is one at a coordinator, RUN the folder that a simulation wrote. The base must be on this machine: it
-    is checked to be the job's. A README.md says how the model was made, without names of silos.
+    is checked to be the job's. A README.md says how the model was made, without names of silos; beside it is
+    the coordinator's signed statement of that.
     """
     from roundtable.core.foundation.huggingface_task import HuggingFaceTask
     from roundtable.core.foundation.published import publish
@@ -79,7 +83,8 @@ def export(
                 tempfile.TemporaryDirectory(prefix="roundtable-") as scratch,
                 connect(coordinator, credentials) as own,
             ):
-                job, model, told = _of_job(own, target, Path(scratch), best, last, number)
+                place = require_connection(coordinator, credentials)
+                job, model, told = _of_job(own, place, target, Path(scratch), best, last, number)
         task: Any = load_task(job.task.name, tasks, parameters=job.task.parameters, trains=False)
         if not isinstance(task, HuggingFaceTask):
             raise TaskError(
@@ -107,16 +112,23 @@ def _of_run(run: Path) -> tuple[JobConfig, Model, Story]:
         raise ConfigError(f"{run} is no whole run of a simulation: {error}") from error
     model = open_model(run / "model.safetensors")
     round = int(model.metadata.get("round", len(records)))
-    return job, model, Story(job.title, round, _silos(records[:round]))
+    names = {name for record in records[:round] for name in record.get("contributors", ())}
+    silos = [f"silo {number}" for number in range(1, len(names) + 1)]
+    return job, model, Story(job.title, round, silos)
 
 
 def _of_job(
-    operator: Any, name: str, scratch: Path, best: bool, last: bool, number: int | None
+    operator: Any,
+    place: tuple[str, Path],
+    name: str,
+    scratch: Path,
+    best: bool,
+    last: bool,
+    number: int | None,
 ) -> tuple[JobConfig, Model, Story]:
     from dataclasses import replace
 
     from roundtable.core.config import job_from_json
-    from roundtable.core.foundation.published import Story
     from roundtable.core.models import open_model
 
     detail = operator.job(name)
@@ -127,10 +139,41 @@ def _of_job(
     # The file goes, and with it what is mapped from it.
     local = {name: value.clone() for name, value in model.local.items()}
     model = replace(model, vector=model.vector.clone(), local=local)
-    records = [json.loads(record) for record in detail.history]
-    told = [record for record in records if record.get("round", 0) <= chosen.round]
-    return job_from_json(detail.job_config), model, Story(detail.job.name, chosen.round, _silos(told))
+    return job_from_json(detail.job_config), model, _signed(place, detail.job, chosen)
 
 
-def _silos(records: list[dict[str, Any]]) -> int:
-    return len({name for record in records for name in record.get("contributors", ())})
+def _signed(place: tuple[str, Path], job: Any, chosen: ChosenModel) -> Story:
+    """What the coordinator has signed of the model: silos under the pseudonyms that they have in this job.
+
+    Nothing of a model that no round made, nor where the coordinator has no key to sign with.
+    """
+    import grpc
+
+    from roundtable.administration import Administrator
+    from roundtable.core.errors import IdentityError, RoundtableError
+    from roundtable.core.foundation.published import Story
+    from roundtable.core.identity.credentials import CA_CERTIFICATE
+    from roundtable.core.identity.signing import open_envelope
+
+    if chosen.round == 0:
+        return Story(job.name, 0, ())
+    try:
+        with Administrator(*place) as administrator:
+            statement = administrator.provenance(job.id, chosen.round)
+    except RoundtableError as error:
+        cause = error.__cause__
+        if isinstance(cause, grpc.RpcError) and cause.code() == grpc.StatusCode.FAILED_PRECONDITION:
+            return Story(job.name, chosen.round, ())
+        raise
+    try:
+        authority = (place[1] / CA_CERTIFICATE).read_bytes()
+        signed = open_envelope(json.loads(statement), authority, "coordinator", "provenance")
+        rounds = signed.values["rounds"]
+        names = {str(name) for each in rounds for name in each.get("participants", ())}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise IdentityError(f"the coordinator's statement of this model proves nothing: {error}") from error
+    if signed.values.get("model") != chosen.digest:
+        raise IdentityError("the coordinator has signed for another model than the one that it gave")
+    if odd := sorted(name for name in names if not _PSEUDONYM.fullmatch(name)):
+        raise IdentityError(f"the coordinator's statement has {odd[0][:40]!r} where a pseudonym belongs")
+    return Story(job.name, chosen.round, sorted(names), statement, signed.signer)
