@@ -58,6 +58,13 @@ _SET: Mapping[str, Callable[[Any], str]] = {
     "max_memory": lambda most: f"Training may hold {most} of main memory.",
     "max_gpus": lambda most: f"Training sees at most {most} GPUs." if most else "Training sees no GPU.",
     "max_gpu_memory": lambda most: f"Training may hold {most} of each GPU's memory.",
+    "bases": lambda folders: (
+        f"A job's pretrained base is read below {', '.join(folders) or 'no folder'} or in the cache of "
+        "Hugging Face, and nowhere else; nothing is downloaded."
+    ),
+    "generations": lambda count: (
+        f"After an evaluation a language model writes {count} texts on, into this silo's state folder alone."
+    ),
     "relay_sums": lambda _: (
         "A job whose relays add updates up is refused: this silo's updates go on by themselves."
     ),
@@ -73,6 +80,7 @@ _UNSET: Mapping[str, str] = {
     "silo's own updates.",
     "approval": "No person is asked: what the rules allow begins at once.",
     "submitters": "Anybody whom the coordinator lets may submit jobs.",
+    "bases": "A job that may name its pretrained base may name any folder that the agent's account reads.",
     "relay_sums": "A job may have the relay on this silo's way add its update to others before it goes on.",
     "metrics": "Losses and figures of training and evaluation leave, as far as a job lets them.",
     "rounds": "A job may have any number of rounds.",

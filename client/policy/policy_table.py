@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from datetime import time
 from typing import Any, Literal
@@ -106,6 +107,18 @@ class PolicyTable(Table):
     max_gpu_memory: str | None = Field(
         None, description='most that training may hold of one GPU\'s memory, for example "20GiB"'
     )
+    bases: list[str] | None = Field(
+        None,
+        description="folders below which a job's pretrained base may lie; beside them only the cache of "
+        "Hugging Face is looked into; default: any folder, where a task lets jobs name one",
+    )
+    generations: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="texts that a fine-tuned language model writes on at this silo after each evaluation, "
+        "into the state folder, for people here to read: none of it leaves",
+    )
     relay_sums: Literal["allow", "refuse"] = Field(
         "allow", description="refuse: no jobs whose relays add updates up (regions.sum) before they go on"
     )
@@ -144,6 +157,13 @@ class PolicyTable(Table):
             for key, sentence in lines.items()
             if getattr(self, key) is not None
         ]
+
+    @field_validator("bases")
+    @classmethod
+    def _one_path_each(cls, value: list[str] | None) -> list[str] | None:
+        if odd := [each for each in value or () if not each.strip() or os.pathsep in each]:
+            raise ValueError(f"{odd[0]!r} is no folder's path; list each folder by itself")
+        return value
 
     @field_validator("max_memory", "max_gpu_memory")
     @classmethod

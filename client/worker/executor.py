@@ -25,6 +25,7 @@ from roundtable.client.training.module_state import borrowed
 from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.training.tuning import tuner
 from roundtable.client.worker.earlier_readings import READINGS, EarlierReadings
+from roundtable.client.worker.kept_generations import keep_generations
 from roundtable.client.worker.own_model import has_own_model, remember
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
@@ -35,6 +36,7 @@ from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.encodings.feedback import LOST_ESTIMATE, forgotten, without_memory
 from roundtable.core.errors import EncodingError, LayoutError, ResourceError, TaskError
 from roundtable.core.failpoints import failpoint
+from roundtable.core.foundation.huggingface_task import HuggingFaceTask
 from roundtable.core.initial_model import job_layout, whole_model
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
@@ -64,6 +66,7 @@ class Settings:
     data_of: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory: int | None = None
     gpu_memory: int | None = None
+    generations: int = 0
 
 
 @dataclass
@@ -167,7 +170,7 @@ class Executor:
         training, data = self._data_of(order.task, warm)
         work = self._work(order, warm, start)
         self._remember(order, warm)
-        return evaluate(
+        measured = evaluate(
             warm.task,
             warm.model,
             data,
@@ -182,6 +185,19 @@ class Executor:
             batch_size=part_of_batch(warm.config, order.halvings, evaluation=True),
             before_batch=before_batch,
         )
+        if self.settings.generations and isinstance(warm.task, HuggingFaceTask):
+            self._generate(order, warm.task, work, data)
+        return measured
+
+    def _generate(self, order: Order, task: HuggingFaceTask, work: LocalWork, data: Any) -> None:
+        """Has the global model write on texts of the test data, into the silo's state folder alone."""
+        assert self._warm is not None
+        assert isinstance(self._warm.model, nn.Module)
+        layout = work.layout
+        module = self._warm.model.to(self.device)
+        with borrowed(module, layout.model, work.vector[: layout.model.size], work.local):
+            found = task.generated(module, data, self.settings.generations)
+        keep_generations(Path(self.settings.jobs).parent, order.job, order.round, found)
 
     def personal(self, order: Order) -> dict[str, Tensor]:
         """The state dict of the model that the silo itself would use: what `evaluate` measures, on CPU.

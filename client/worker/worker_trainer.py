@@ -22,6 +22,7 @@ from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Settings, choose_device, part_of_batch
 from roundtable.client.worker.rehearsal import Rehearsed
 from roundtable.client.worker.worker_order import Order
+from roundtable.core.foundation.base_model import BASES
 from roundtable.core.identity.certificates import SECRET_VARIABLES
 from roundtable.core.machine.process_facts import proc_text
 from roundtable.core.observability.logs import shareable
@@ -50,6 +51,7 @@ def settings_of(config: AgentConfig, client: str, jobs: Path) -> Settings:
         delta=config.policy.delta,
         memory=config.policy.memory_bytes,
         gpu_memory=config.policy.gpu_memory_bytes,
+        generations=config.policy.generations,
         data_of={table.use: table.data for table in config.task_tables.values() if table.data is not None},
     )
 
@@ -176,6 +178,15 @@ class WorkerTrainer:
             return await self._child.do(verb, order, progress)
 
 
+def _bases_of(config: AgentConfig) -> dict[str, str]:
+    """The folders of pretrained models, as the training process is told; for none a place below which
+    nothing is."""
+    if config.policy.bases is None:
+        return {}
+    folders = [(config.folder / Path(each).expanduser()).resolve() for each in config.policy.bases]
+    return {BASES: os.pathsep.join(map(str, folders)) or os.devnull}
+
+
 class _Child:
     """One training process."""
 
@@ -194,6 +205,7 @@ class _Child:
         # A task needs no secrets of the agent's.
         environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         environment |= shown_gpus(config.policy.max_gpus, config.device, os.environ)[0]
+        environment |= _bases_of(config)
         if config.threads is not None:
             environment["OMP_NUM_THREADS"] = str(config.threads)
         process = await asyncio.create_subprocess_exec(

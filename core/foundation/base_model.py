@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,8 @@ from roundtable.core.errors import TaskError
 from roundtable.core.extras import load
 
 BASES = "ROUNDTABLE_BASES"
-"""The environment variable that names a folder of models, in which a base is looked for first."""
+"""The environment variable that names folders of models: a base is looked for below them, and nowhere else
+but in the library's cache. An agent sets it by its [policy] bases."""
 PURPOSE = "fine-tuning a pretrained model"
 _NOT_OF_THE_MODEL = ("transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache")
 _OF_CALLS = ("padding", "truncation")
@@ -127,18 +128,18 @@ class BaseModel:
 
 
 def find_base(name: str) -> BaseModel:
-    """The base by its name below $ROUNDTABLE_BASES, or in the library's cache; where that is not set, also by
-    its folder's path.
+    """The base by its name below a folder of $ROUNDTABLE_BASES, or in the library's cache; where that is not
+    set, also by its folder's path.
 
     At a silo another party chooses the name: with the variable set it reaches no other folder. TaskError
     where this party does not have it.
     """
-    home = os.environ.get(BASES)
-    plain = Path(name)
+    homes, plain = os.environ.get(BASES), Path(name)
     inside = not plain.is_absolute() and ".." not in plain.parts
-    tried = [Path(home) / plain] if home and inside else []
-    if not home:
+    if homes is None or not homes.strip():
         tried = [plain.expanduser()]
+    else:
+        tried = _below([Path(home) for home in homes.split(os.pathsep) if home], plain, inside)
     for folder in tried:
         if (folder / "config.json").is_file():
             return BaseModel(name, folder.resolve())
@@ -146,11 +147,20 @@ def find_base(name: str) -> BaseModel:
     if cached is None:
         raise TaskError(
             f"base {name!r} is not here: no folder of that name with a config.json"
-            + (f" below {BASES}, and no other folder is looked into" if home else "")
+            + (f" below {BASES} ([policy] bases of a silo), and no other is looked into" if homes else "")
             + ", and not in the cache of Hugging Face. Nothing is downloaded by a job: "
             f"`hf download {name}` does it, or name a folder"
         )
     return BaseModel(name, cached)
+
+
+def _below(homes: Sequence[Path], plain: Path, inside: bool) -> list[Path]:
+    """Where a name may mean; a whole path only where it is that of a folder below one of these."""
+    if inside:
+        return [home / plain for home in homes]
+    whole = plain.resolve()
+    allowed = plain.is_absolute() and any(whole.is_relative_to(home.resolve()) for home in homes)
+    return [whole] if allowed else []
 
 
 def _cached(name: str) -> Path | None:

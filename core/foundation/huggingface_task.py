@@ -20,6 +20,7 @@ from typing_extensions import override
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.foundation.base_model import BaseModel, find_base, library
+from roundtable.core.foundation.generated_texts import GeneratedText, generated_texts
 from roundtable.core.foundation.preferences import (
     preference_loss,
     preference_of,
@@ -239,6 +240,19 @@ class HuggingFaceTask(Task):
             }
         losses, right = self._token_losses(model, batch)
         return {**perplexity("token", losses), "token_accuracy": (right.sum(), len(losses))}
+
+    def generated(self, model: nn.Module, data: Dataset, count: int) -> list[GeneratedText]:
+        """What the model writes on from the beginnings of so many texts, in rows as `data` gives them."""
+        rows = tuple(data) if isinstance(data, tuple | list) else ()
+        if len(rows) != len(TokenRows._fields):
+            return []
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                return generated_texts(model, self.pretrained_base.tokenizer, rows, count)
+        finally:
+            model.train(training)
 
     @override
     def optimizer(  # type: ignore[override]

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tiny_bases import POSITIONS, sentences, write_base
 
 from roundtable.cli.main import run
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.core import JobConfig, Site, initial_state, load_task
 from roundtable.core.algorithms.contract import ClientRound
 from roundtable.core.algorithms.factors.factor_pairs import factor_pairs
@@ -75,7 +76,8 @@ async def two_silos(folder: Path) -> AsyncIterator[tuple[str, Path]]:
             issue(folder / "ca", name, "agent", folder / name)
             config = silo((address, folder), "alder")
             mine = {"credentials": folder / name, "state": folder / "state" / name}
-            configs.append(replace(config, **mine, data={"seed": number}))
+            policy = PolicyTable(bases=["."] if number else [str(folder)], generations=2 * number)
+            configs.append(replace(config, **mine, data={"seed": number}, policy=policy))
         async with agents(*configs):
             yield address, folder
 
@@ -93,6 +95,11 @@ async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path) -> No
         assert await asyncio.to_thread(run, ["job", "export", job.title, *words]) == 0
     assert status == "finished"
     assert torch.equal(final.vector, result.model.vector)
+    (written,) = (folder / "state").glob("*/generations/*.jsonl")
+    assert written.parent.parent.name == "client-1"
+    texts = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [text["round"] for text in texts] == [2, 2]
+    assert "ward" in texts[0]["prompt"] + texts[0]["said"]
     words = ["--task", str(folder), "-o", str(folder / "simulated")]
     assert run(["job", "export", str(folder / "run"), *words]) == 0
     one, other = (load_file(folder / name / "adapter_model.safetensors") for name in ("adapter", "simulated"))

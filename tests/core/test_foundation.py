@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -150,8 +151,14 @@ def test_a_base_is_found_by_each_party_itself(
 ) -> None:
     monkeypatch.setenv(BASES, str(llama.parent))
     assert find_base("llama").folder == llama.resolve()
+    monkeypatch.setenv(BASES, os.pathsep.join([str(tmp_path), str(llama.parent)]))
+    assert find_base("llama").folder == find_base(str(llama)).folder == llama.resolve()
+    (tmp_path / "way").symlink_to(llama.parent)
+    monkeypatch.setenv(BASES, str(tmp_path / "inside"))
+    with pytest.raises(TaskError, match="Nothing is downloaded"):
+        find_base(str(tmp_path / "inside" / ".." / "way" / "llama"))
     monkeypatch.setenv(BASES, str(llama))
-    for name in ("../llama", "someone/something", "llama", str(llama), "~/llama"):
+    for name in ("../llama", "someone/something", "llama", str(llama.parent), "~/llama"):
         with pytest.raises(TaskError, match="Nothing is downloaded"):
             find_base(name)
 
@@ -293,3 +300,27 @@ def names_of(texts: list[Text]) -> Any:
     )
     names = [(name, pyarrow.string()) for name in ("text", "label", "prompt", "completion")]
     return pyarrow.schema([*names, ("messages", messages)])
+
+
+def test_a_model_writes_on_from_questions_and_from_halves_of_texts(llama: Path) -> None:
+    """The likeliest tokens, one after the other, as a loop by hand gives them."""
+    task = task_of(llama)
+    model: Any = initial_state(task, 1)
+    model.train()
+    rows = task.rows([{"prompt": "bed 3?", "completion": "stable"}, "x" * POSITIONS, "north ward"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("roundtable.core.foundation.generated_texts._MOST_TOKENS", 5)
+        found = task.generated(model, tuple(rows), 9)
+    assert model.training
+    tokenizer = byte_tokenizer()
+    assert [each.prompt for each in found] == ["bed 3?", "x" * 7]
+    assert found[0].said == "stable"
+    for each in found:
+        ids = tokenizer(each.prompt)["input_ids"]
+        begun = len(ids)
+        while len(ids) < begun + 5 and ids[-1] != tokenizer.eos_token_id:
+            with torch.no_grad():
+                ids.append(int(model.eval()(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        assert each.written == tokenizer.decode(ids[begun:], skip_special_tokens=True)
+    assert len(task.generated(model, tuple(rows), 1)) == 1
+    assert HuggingFaceTask(str(llama)).generated(model, object(), 1) == []  # type: ignore[arg-type]
