@@ -40,9 +40,12 @@ def sync(path: Path) -> None:
         raise explained(error, path) from error
 
 
-def replace_synced(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    """Replaces `path`, so that it holds the old bytes or all of the new ones, also after a power cut."""
-    partial = path.with_name(f".{path.name}.partial")
+def replace_synced(path: Path, blocks: Iterable[bytes | memoryview], *, many: bool = False) -> None:
+    """Replaces `path`, so that it holds the old bytes or all of the new ones, also after a power cut.
+
+    `many`: other processes may replace it at the same time, and the last one's bytes stay.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial" if many else f".{path.name}.partial")
     write_file(partial, blocks)
     sync(partial)
     try:

@@ -53,7 +53,8 @@ class Launcher:
             "-m",
             "roundtable.cluster.agent.launch",
             str(os.getpid()),
-            *_arguments(folder, table.restarts if replica is None else 0, resources),
+            str(folder),
+            *_options(table.restarts if replica is None else 0, resources),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -126,7 +127,7 @@ class Launcher:
             _log.info("ranks: %s", text)
 
 
-def _arguments(folder: Path, restarts: int, resources: Resources) -> list[str]:
+def _options(restarts: int, resources: Resources) -> list[str]:
     return [
         "--nnodes=1",
         f"--nproc-per-node={resources.devices}",
@@ -134,9 +135,6 @@ def _arguments(folder: Path, restarts: int, resources: Resources) -> list[str]:
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=127.0.0.1:0",
         "--monitor-interval=0.2",
-        "-m",
-        "roundtable.cluster.train.rank",
-        str(folder),
     ]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from roundtable.client.durable_files import write_file
+from roundtable.client.durable_files import replace_synced
 from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.core.evidence.release import release
 
@@ -87,7 +87,7 @@ def known_links(folder: Path, device: torch.device, per_node: int, control: dist
         return kept or Links(key, dist.get_world_size(), at=0.0, within={}, between={})
     links = measure_links(device, per_node, key)
     if dist.get_rank() == 0:
-        write_file(folder / FILE, [json.dumps(asdict(links)).encode()])
+        replace_synced(folder / FILE, [json.dumps(asdict(links)).encode()], many=True)
     return links
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from roundtable.client.durable_files import write_file
+from roundtable.client.durable_files import replace_synced
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_text
 from roundtable.cluster.stepping.compiled_blocks import CompiledBlocks
@@ -59,7 +59,7 @@ class TrialMemory:
         """Remembers it; only the first rank writes."""
         if dist.get_rank() == 0:
             kept = {**self._all(), self._key: (on, why)}
-            write_file(self._file, [json.dumps(dict(list(kept.items())[-_KEPT:])).encode()])
+            replace_synced(self._file, [json.dumps(dict(list(kept.items())[-_KEPT:])).encode()], many=True)
 
     def gathered(self, values: tuple[float, float, str]) -> list[tuple[float, float, str]]:
         """All ranks' values; collective."""

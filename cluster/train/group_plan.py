@@ -87,7 +87,7 @@ def setup_of(resources: Resources, strategy: Strategy) -> TrainingSetup:
 
 def leave_plan(folder: Path, setup: TrainingSetup) -> None:
     """Leaves the plan where the agent looks for it."""
-    replace_synced(folder / PLANNED, [json.dumps(setup.plain()).encode()])
+    replace_synced(folder / PLANNED, [json.dumps(setup.plain()).encode()], many=True)
 
 
 def left_plan(folder: Path) -> TrainingSetup | None:

@@ -1,4 +1,4 @@
-"""One rank: `torchrun ... -m roundtable.cluster.train.rank FOLDER`, by the agent or a scheduler.
+"""One rank, as a fork of the launcher or by a scheduler: `-m roundtable.cluster.train.rank FOLDER`.
 
 FOLDER is where the agent listens; it holds the settings that every rank reads.
 """
@@ -38,6 +38,7 @@ from roundtable.cluster.train.round_reports import StepReport, Wishes
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError
 from roundtable.core.evidence.release import release
+from roundtable.core.machine.fork_server import LAUNCHER
 from roundtable.core.machine.process_facts import die_with_parent
 
 SETTINGS = "settings.json"
@@ -49,15 +50,14 @@ _PEERS = re.compile(
 )
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     """Joins the group, and does the agent's orders until the agent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    if os.environ.get("ROUNDTABLE_LAUNCHER"):
+    if os.environ.get(LAUNCHER):
         die_with_parent(os.getppid())
     # Layers come and go with every step: blocks of a layer's size must not split the heap.
     tune_for_transfers()
-    folder = Path(sys.argv[1])
     rank = int(os.environ["RANK"]) + int(os.environ.get(FIRST_RANK, "0"))
     try:
         _serve(folder, rank)
@@ -202,4 +202,4 @@ def explained(error: Exception) -> Exception:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

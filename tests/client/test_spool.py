@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -122,6 +125,23 @@ def test_a_damaged_silo_state_says_which_file(tmp_path: Path) -> None:
     (tmp_path / "job" / "round-1.1.safetensors").write_bytes(b"\0" * 9)
     with pytest.raises(EncodingError, match=r"round-1\.1\.safetensors"):
         state.load("job", (1, 1))
+
+
+def test_a_file_that_two_processes_replace_at_once_is_one_of_theirs(tmp_path: Path) -> None:
+    other = (
+        "import sys; from pathlib import Path; from roundtable.client.durable_files import replace_synced\n"
+    )
+    other += "replace_synced(Path(sys.argv[1]), [b'other'], many=True)"
+
+    def blocks() -> Iterator[bytes]:
+        yield b"ou"
+        subprocess.run([sys.executable, "-c", other, str(tmp_path / "file")], check=True)
+        assert (tmp_path / "file").read_bytes() == b"other"
+        yield b"rs"
+
+    replace_synced(tmp_path / "file", blocks(), many=True)
+    assert (tmp_path / "file").read_bytes() == b"ours"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

@@ -33,8 +33,12 @@ TROUBLE = """
             if not mark.exists():
                 mark.touch()
                 os.kill(os.getpid(), getattr(signal, self.options.get("signal", "SIGKILL")))
-        if "mark" in self.options and list(pathlib.Path(self.options["mark"]).parent.glob("mark?")):
-            time.sleep(self.options.get("sleep", 0.0))
+        if "mark" in self.options:
+            marks = pathlib.Path(self.options["mark"]).parent
+            if real and self.calls == 1 and (marks / f"mark{mine}").exists():
+                (marks / "back").touch()
+            if list(marks.glob("mark?")) and not (marks / "back").exists():
+                time.sleep(self.options.get("sleep", 0.0))
         """
 CODE = TASK.replace(LOSS, TROUBLE + LOSS)
 # In float64 nothing but the mean that a step takes makes a difference.
@@ -100,7 +104,11 @@ async def test_two_replicas_that_stay_equal_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 async def test_a_lost_replica_costs_its_part_of_a_step_and_joins_again(devices: int, tmp_path: Path) -> None:
-    silo = elastic(tmp_path, 3 * devices, 8, kills={"1": 5}, sleep=0.35, table={"replica_devices": devices})
+    table: dict[str, Any] = {"replica_devices": devices}
+    if devices > 1:
+        # A plan by measured rates may be another on a busy machine, where a step calls the loss more often.
+        table["strategy"] = {"data_parallel": "ddp", "micro_batch": 8}
+    silo = elastic(tmp_path, 3 * devices, 40, kills={"1": 5}, sleep=0.35, table=table)
     told: list[tuple[str, str, str]] = []
     async with silo.trainer() as trainer:
         work = replace(silo.work(), trouble=lambda *fault: told.append(fault))
@@ -111,10 +119,9 @@ async def test_a_lost_replica_costs_its_part_of_a_step_and_joins_again(devices: 
     joined = [one for one in verdicts if one.joining]
     assert [(one.steps, one.members) for one in lost] == [(4, (0, 2))]
     assert [one.joining for one in joined] == [(1,)]
-    assert joined[0].steps < 64
-    expected = oracle(silo, verdicts, {**ALGORITHM, "epochs": 8}, devices)
+    expected = oracle(silo, verdicts, {**ALGORITHM, "epochs": 40}, devices)
     assert torch.allclose(silo.update().double(), expected, atol=5e-7)
-    assert trained.metrics["loss"][1] < 8 * 64, "the lost part of the step is not counted"
+    assert trained.metrics["loss"][1] < 40 * 64, "the lost part of the step is not counted"
     assert "went on with 2 replicas" in told[0][2]
     reports = kept_reports(silo.config.state / "cluster", "job-1")
     assert reports[0]["replicas"] == [

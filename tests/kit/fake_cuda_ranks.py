@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import traceback
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TextIO
 from unittest.mock import patch
 
 import fake_cuda
@@ -58,6 +59,8 @@ STRATEGIES = {
     "optimizer offloaded": plan("zero3", fsdp=2, offload_optimizer=True),
     "activations offloaded": plan(offload_activations=True),
     "local": plan("ddp", dp=2, local_steps=2),
+    "pp": plan(pp=2),
+    "zero3 pp": plan("zero3", fsdp=2, pp=2),
 }
 
 
@@ -111,10 +114,12 @@ def steps(name: str, rank: int) -> dict[str, Any]:
         trainer.sampler._wanted = False
         trainer.uneven = name == "ddp uneven"
         trainer.load(start, {})
-        record.clear()
-        # A build for CUDA asks the card which of its kernels it has.
-        with sdpa_kernel(SDPBackend.MATH):
-            trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: None)
+        # Stages tell each other once what they pass on, on the host.
+        for round in (1, 2) if strategy.mesh.pp > 1 else (1,):
+            record.clear()
+            # A build for CUDA asks the card which of its kernels it has.
+            with sdpa_kernel(SDPBackend.MATH):
+                trainer.fit(trainer.batches(data, round), round, RoundProgress(), lambda report: None)
         lags = trainer.lags and trainer._taking().lags
         weights = {str(each.device) + " " + str(each.dtype) for each in trainer.replica.parameters()}
         return {
@@ -129,23 +134,32 @@ def steps(name: str, rank: int) -> dict[str, Any]:
         }
 
 
-def forked(name: str, rank: int) -> dict[str, Any]:
-    """In a process of its own, as torch remembers groups and meshes."""
+def forked(name: str) -> list[dict[str, Any]]:
+    """Each rank in a process of its own, as torch remembers groups; all at once, as they may talk."""
+    world = STRATEGIES.get(name, STRATEGIES["ddp"]).mesh.world
+    with TemporaryDirectory() as folder:
+        talk = os.path.join(folder, "talk")
+        told = [_begun(name, rank, talk, world) for rank in range(world)]
+        answers = [reading.read() for reading in told]
+    for reading in told:
+        reading.close()
+        os.wait()
+    return [json.loads(answer or '{"error": "it ended"}') for answer in answers]
+
+
+def _begun(name: str, rank: int, talk: str, world: int) -> TextIO:
     reading, writing = os.pipe()
-    if not (child := os.fork()):
-        try:
-            found = steps(name, rank)
-        except Exception:  # noqa: BLE001 - told of each
-            found = {"error": traceback.format_exc()}
-        with os.fdopen(writing, "w") as told:
-            told.write(json.dumps(found))
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as told:
-        answer = told.read()
-    os.waitpid(child, 0)
-    result: dict[str, Any] = json.loads(answer or '{"error": "it ended"}')
-    return result
+    if os.fork():
+        os.close(writing)
+        return os.fdopen(reading)
+    fake_cuda.objects_through(dist.FileStore(talk, world))
+    try:
+        found = steps(name, rank)
+    except Exception:  # noqa: BLE001 - told of each
+        found = {"error": traceback.format_exc()}
+    with os.fdopen(writing, "w") as told:
+        told.write(json.dumps(found))
+    os._exit(0)
 
 
 def main() -> None:
@@ -153,9 +167,7 @@ def main() -> None:
     fake_cuda.pretend()
     found: dict[str, Any] = {}
     for name in sys.argv[1:] or STRATEGIES:
-        found[name] = [
-            forked(name, rank) for rank in range(STRATEGIES.get(name, STRATEGIES["ddp"]).mesh.world)
-        ]
+        found[name] = forked(name)
     print("FOUND " + json.dumps(found))
 
 
