@@ -45,16 +45,24 @@ class BoostedRows:
     mark: bytes = b""
     grown: Doubles = field(default_factory=lambda: np.zeros(0))
     around: Doubles | None = None
+    weights: Singles | None = None
     _pairs: npt.NDArray[np.void] | None = None
 
     @classmethod
     def of(
-        cls, rows: BinnedRows, outcome: Singles, objective: Boosting, rate: float, base: float
+        cls,
+        rows: BinnedRows,
+        outcome: Singles,
+        objective: Boosting,
+        rate: float,
+        base: float,
+        weights: Singles | None = None,
     ) -> BoostedRows:
-        """Before the first tree, at the margin that `base` gives."""
+        """Before the first tree, at the margin that `base` gives; rows count by `weights`, or alike."""
         shape = (len(outcome), objective.outputs)
         margins = np.full(shape, objective.margin(base), dtype=np.float32)
-        return cls(rows, outcome, objective, rate, margins, np.zeros(shape[::-1], dtype=np.int32))
+        nodes = np.zeros(shape[::-1], dtype=np.int32)
+        return cls(rows, outcome, objective, rate, margins, nodes, weights=weights)
 
     def follows(self, done: int, split: Doubles, weight: Doubles) -> bool:
         """Whether these trees are those of the margins, or go on from them."""
@@ -88,7 +96,7 @@ class BoostedRows:
     def pairs(self) -> npt.NDArray[np.void]:
         """Gradients at the margins, `PAIR` [outputs, rows]."""
         if self._pairs is None:
-            self._pairs = self.objective.pairs(self.margins, self.outcome, self.around)
+            self._pairs = self.objective.pairs(self.margins, self.outcome, self.around, self.weights)
         return self._pairs
 
     def _descend(self, split: Doubles) -> None:

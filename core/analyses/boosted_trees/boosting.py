@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,13 +60,13 @@ class BoostedTrees(Question):
         self.outcome = outcome
         self.on = on
         self.plan = plan
-        self.objective = self._objective()
+        self.objective = self._weighted(self._objective())
         self.bins = FeatureBins.of(self, on, plan, max(least, 1))
         self.offsets = self.bins.offsets
         each = int(self.offsets[-1]) * (COUNT_DIGITS + WHOLE_DIGITS * self._channels)
         most = self.objective.outputs * 2 ** max(0, plan.growth.max_depth - 2)
         slots = max(1, min(most, _MOST_SLOTS * self.objective.outputs, _VALUES_A_ROUND // each))
-        scale = np.array([self.objective.unit / GRAIN, self.objective.hessian_unit / GRAIN, 1.0])
+        scale = np.array([*(unit / GRAIN for unit in self.objective.units), 1.0])
         self.grower = Grower(
             self.offsets, plan.growth, least, plan.rounds, self.objective.outputs, slots, scale
         )
@@ -84,10 +86,18 @@ class BoostedTrees(Question):
             return LogisticLoss(classes=2)
         return SoftmaxLoss(outputs=values, classes=values)
 
+    def _weighted(self, objective: Boosting) -> Boosting:
+        if self.plan.weights is None:
+            return objective
+        name, column = self.plan.weights, self.number(self.plan.weights)
+        if (column.least or 0.0) < 0 or not column.most:
+            raise ConfigError(f"{self.title}: weights are from 0 on: set least = 0 in [columns.{name}]")
+        return replace(objective, weight_unit=2.0 ** math.ceil(math.log2(column.most)))
+
     @property
     def _channels(self) -> int:
         """Of a histogram, beside the rows."""
-        return 1 if self.objective.constant_hessian else 2
+        return 1 if self.objective.constant_hessian and self.plan.weights is None else 2
 
     @property
     def _first_stages(self) -> int:
@@ -104,12 +114,12 @@ class BoostedTrees(Question):
     @property
     @override
     def names(self) -> tuple[str, ...]:
-        return (self.outcome, *self.on)
+        return tuple(dict.fromkeys((*self.told, *self.on)))
 
     @property
     @override
     def told(self) -> tuple[str, ...]:
-        return (self.outcome,)
+        return (self.outcome, *([self.plan.weights] if self.plan.weights is not None else []))
 
     @property
     @override
@@ -124,7 +134,8 @@ class BoostedTrees(Question):
     @property
     @override
     def reals(self) -> Mapping[str, Shape]:
-        return {"first": (1,), "losses": (2,)}
+        weighed: dict[str, Shape] = {} if self.plan.weights is None else {"weighed": (2,)}
+        return {"first": (1,), "losses": (2,), **weighed}
 
     @property
     @override
@@ -150,17 +161,23 @@ class BoostedTrees(Question):
         return self.grower.kept
 
     def _rows_of(self, table: DataTable) -> dict[str, Any]:
-        """The rows with an outcome: features and outcome as float32, and which of them are held out."""
-        key = ("boosted rows", self.title, self.outcome, self.on, self.plan.held_out, self.plan.seed)
+        """The rows with an outcome and a weight above 0: features, outcome and weights as float32, and which
+        of them are held out."""
+        named = (self.title, self.outcome, self.on, self.plan.held_out, self.plan.seed, self.plan.weights)
+        key = ("boosted rows", *named)
 
         def make() -> dict[str, Any]:
             outcome = self._outcome_of(table)
-            whole = ~np.isnan(outcome)
+            whole, weights = ~np.isnan(outcome), None
+            if self.plan.weights is not None:
+                whole &= table.column(self.plan.weights) > 0
+                weights = table.column(self.plan.weights)[whole].astype(np.float32)
             draws = np.random.default_rng(self.plan.seed).random(len(outcome))
             return {
                 "features": table.matrix(self.on)[whole].astype(np.float32),
                 "outcome": outcome[whole].astype(np.float32),
                 "held": (draws < self.plan.held_out)[whole],
+                "weights": weights,
             }
 
         found: dict[str, Any] = remembered(table.derived, key, make)
@@ -195,7 +212,12 @@ class BoostedTrees(Question):
     def _loss_sums(self, state: BoostedRows, held: Any, public: Arrays) -> dict[str, Doubles]:
         parts = (~held, held)
         losses = [self.objective.loss(state.margins[part], state.outcome[part]) for part in parts]
-        return {"losses": np.array(losses)}
+        if state.weights is None:
+            return {"losses": np.array([each.sum() for each in losses])}
+        weights = state.weights.astype(np.float64) / self.objective.weight_unit
+        own = [weights[part] for part in parts]
+        weighed = [(each * by).sum() for each, by in zip(losses, own, strict=True)]
+        return {"losses": np.array(weighed), "weighed": np.array([by.sum() for by in own])}
 
     def _first_sums(self, rows: dict[str, Any], public: Arrays, stage: int) -> dict[str, Doubles]:
         train = ~rows["held"]
@@ -224,10 +246,11 @@ class BoostedTrees(Question):
             isinstance(state, BoostedRows)
             and state.rows is bins
             and state.outcome is rows["outcome"]
+            and state.weights is rows["weights"]
             and state.objective == self.objective
             and state.follows(done, split, weight)
         ):
-            state = BoostedRows.of(bins, rows["outcome"], self.objective, rate, base)
+            state = BoostedRows.of(bins, rows["outcome"], self.objective, rate, base, rows["weights"])
         state.advance(done, split, weight)
         state.see(self._around(state.outcome, public))
         table.derived[key] = state
@@ -321,7 +344,10 @@ class BoostedTrees(Question):
     def _metric(self, public: Arrays, sums: Arrays) -> Doubles:
         """The metric of the rows that trees are grown on, and of those held out."""
         rows = np.array([public["rows"].sum(), max(0.0, public["held"][0])])
-        return self.objective.told(sums["losses"], rows)
+        losses = sums["losses"]
+        if self.plan.weights is not None:
+            losses = losses * rows / np.where(sums["weighed"] > 0, sums["weighed"], 1.0)
+        return self.objective.told(losses, rows)
 
     def _stalled(self, losses: Doubles, done: int) -> bool:
         """Whether the held-out loss has been no lower for as many trees as the study waits."""

@@ -29,13 +29,14 @@ _LEAST_HESSIAN = np.float32(1e-16)
 @dataclass(frozen=True)
 class Boosting:
     """Squared error of a number. `outputs` trees are grown a round, `unit` is a power of two, the scale of
-    gradients, `hessian_unit` that of Hessians; `classes` of the outcome whose rows are counted, 1 for a
-    number."""
+    gradients, `hessian_unit` that of Hessians, `weight_unit` that of rows' weights; `classes` of the outcome
+    whose rows are counted, 1 for a number."""
 
     outputs: int = 1
     unit: float = 1.0
     classes: int = 1
     hessian_unit: float = 1.0
+    weight_unit: float = 1.0
 
     name: ClassVar[str] = "reg:squarederror"
     metric: ClassVar[str] = "rmse"
@@ -53,13 +54,19 @@ class Boosting:
         take of the public numbers."""
         return margins - outcome[:, None], np.ones_like(margins)
 
-    def loss(self, margins: Singles, outcome: Singles) -> float:
-        """The sum over rows of what `told` makes the metric of."""
+    def loss(self, margins: Singles, outcome: Singles) -> Doubles:
+        """Of each row, what `told` makes the metric of, float64 [rows]."""
         away = (margins[:, 0].astype(np.float64) - outcome) / self.unit
-        return float((away**2).sum())
+        found: Doubles = away**2
+        return found
+
+    @property
+    def units(self) -> tuple[float, float]:
+        """Of weighted gradients and Hessians."""
+        return self.unit * self.weight_unit, self.hessian_unit * self.weight_unit
 
     def told(self, loss: Doubles, rows: Doubles) -> Doubles:
-        """The metric of losses over so many rows; 0 where there is none."""
+        """The metric of summed losses over so many rows; 0 where there is none."""
         return self.unit * np.sqrt(loss / np.maximum(rows, 1))
 
     @property
@@ -77,16 +84,19 @@ class Boosting:
         return True
 
     def pairs(
-        self, margins: Singles, outcome: Singles, around: Doubles | None = None
+        self,
+        margins: Singles,
+        outcome: Singles,
+        around: Doubles | None = None,
+        weights: Singles | None = None,
     ) -> npt.NDArray[np.void]:
-        """Gradient and Hessian as whole numbers, `PAIR` [outputs, rows]. InvalidUpdate for one beyond what
-        sums hold."""
+        """Gradient and Hessian as whole numbers, `PAIR` [outputs, rows], times the rows' weights [rows].
+        InvalidUpdate for one beyond what sums hold."""
         gradient, hessian = self.gradients(margins, outcome, around)
+        if weights is not None:
+            gradient, hessian = gradient * weights[:, None], hessian * weights[:, None]
         found = np.empty(gradient.T.shape, dtype=PAIR)
-        for name, values, unit in (
-            ("gradient", gradient, self.unit),
-            ("hessian", hessian, self.hessian_unit),
-        ):
+        for name, values, unit in zip(("gradient", "hessian"), (gradient, hessian), self.units, strict=True):
             whole = np.rint(values.T.astype(np.float64) * (GRAIN / unit))
             if not (np.abs(whole) < 1 << 31).all():
                 raise InvalidUpdate(
@@ -136,9 +146,10 @@ class PoissonLoss(Boosting):
         return np.exp(margins) - outcome[:, None], np.exp(margins + np.float32(POISSON_STEP))
 
     @override
-    def loss(self, margins: Singles, outcome: Singles) -> float:
+    def loss(self, margins: Singles, outcome: Singles) -> Doubles:
         linear = margins[:, 0].astype(np.float64)
-        return float((special.gammaln(outcome + 1.0) + np.exp(linear) - outcome * linear).sum())
+        found: Doubles = special.gammaln(outcome + 1.0) + np.exp(linear) - outcome * linear
+        return found
 
     @override
     def told(self, loss: Doubles, rows: Doubles) -> Doubles:
@@ -172,9 +183,10 @@ class LogisticLoss(Boosting):
         return chance - outcome[:, None], np.maximum(chance * (one - chance), _LEAST_HESSIAN)
 
     @override
-    def loss(self, margins: Singles, outcome: Singles) -> float:
+    def loss(self, margins: Singles, outcome: Singles) -> Doubles:
         linear = margins[:, 0].astype(np.float64)
-        return float((np.logaddexp(0.0, linear) - outcome * linear).sum())
+        found: Doubles = np.logaddexp(0.0, linear) - outcome * linear
+        return found
 
     @override
     def told(self, loss: Doubles, rows: Doubles) -> Doubles:
@@ -211,11 +223,12 @@ class SoftmaxLoss(LogisticLoss):
         return chance - own, np.maximum(two * chance * (one - chance), _LEAST_HESSIAN)
 
     @override
-    def loss(self, margins: Singles, outcome: Singles) -> float:
+    def loss(self, margins: Singles, outcome: Singles) -> Doubles:
         linear = margins.astype(np.float64)
         linear -= linear.max(axis=1, keepdims=True)
         own = linear[np.arange(len(linear)), outcome.astype(np.int64)]
-        return float((np.log(np.exp(linear).sum(axis=1)) - own).sum())
+        found: Doubles = np.log(np.exp(linear).sum(axis=1)) - own
+        return found
 
     @property
     @override
@@ -258,8 +271,8 @@ class CoxLoss(Boosting):
         return gradient.astype(np.float32)[:, None], hessian.astype(np.float32)[:, None]
 
     @override
-    def loss(self, margins: Singles, outcome: Singles) -> float:
-        return float(margins[outcome > 0, 0].sum(dtype=np.float64))
+    def loss(self, margins: Singles, outcome: Singles) -> Doubles:
+        return np.where(outcome > 0, margins[:, 0].astype(np.float64), 0.0)
 
     @property
     @override

@@ -28,7 +28,8 @@ from roundtable.core.errors import ConfigError
 @dataclass(frozen=True)
 class BoostingPlan:
     """What a study asks of boosted trees, beside outcome and features. `edges`: of a column, its cuts;
-    `counts`: whether a number is a count, with Poisson's likelihood."""
+    `counts`: whether a number is a count, with Poisson's likelihood; `weights`: the column of rows'
+    weights."""
 
     rounds: int
     growth: Growth
@@ -40,6 +41,7 @@ class BoostingPlan:
     base_score: float | None = None
     seed: int = 0
     counts: bool = False
+    weights: str | None = None
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,9 @@ class BoostedTreesTable(Table):
     base_score: Finite | None = Field(
         None, description="prediction before the first tree; default: the outcome's mean"
     )
+    weights: ColumnName | None = Field(
+        None, description="a column of numbers from 0 on: how much each row counts; default: all alike"
+    )
     seed: int = Field(0, ge=0, lt=1 << 32, description="draws the rows that are held out")
 
     @model_validator(mode="after")
@@ -79,6 +82,10 @@ class BoostedTreesTable(Table):
             raise ValueError("event and every go together: whether, and on which grid of times when")
         if self.event is not None and self.objective is not None:
             raise ValueError("objective and event do not go together: a time with its event takes Cox's")
+        if self.event is not None and self.weights is not None:
+            raise ValueError("weights and event do not go together: hazards take rows as they are")
+        if self.weights == self.outcome:
+            raise ValueError(f"outcome and weights are both {self.outcome!r}")
         named = (self.outcome, *self.on, *([self.event] if self.event is not None else []))
         if twice := sorted({name for name in named if named.count(name) > 1}):
             raise ValueError(f"outcome, event and on name {', '.join(map(repr, twice))} twice")
@@ -119,6 +126,7 @@ class BoostedTreesTable(Table):
             self.base_score,
             self.seed,
             self.objective == "poisson",
+            self.weights,
         )
         if self.objective is not None and self.outcome in columns and columns[self.outcome].kind != "number":
             raise ConfigError(

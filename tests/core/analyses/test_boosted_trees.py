@@ -144,6 +144,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
         {"objective": "count:poisson", "alpha": 40.0, "monotone_constraints": (0, 0, 1, *[0] * 7)},
         0,
     ),
+    "weights": ("diabetes", {"rounds": 3, "max_depth": 4, "weights": "bp"}, {"min_child_weight": 1.0}, 0),
+    "weighted classes": ("heart", {"rounds": 3, "max_depth": 4, "weights": "age"}, {}, 2),
     "missing values": ("heart", {"rounds": 4, "max_depth": 7}, {}, 2),
     "monotone": (
         "heart",
@@ -170,7 +172,8 @@ def test_trees_are_those_of_xgboost_on_the_pooled_rows(case: str) -> None:
     outcome = {0: "y", 2: "disease", 5: "num"}[kinds]
     base = 150.0 if kinds == 0 else 0.5
     rows = np.column_stack([frame[name] for name in names])
-    matrix = xgboost.QuantileDMatrix(rows, frame[outcome], feature_names=names, max_bin=24)
+    weights = frame.get(asked.get("weights"))
+    matrix = xgboost.QuantileDMatrix(rows, frame[outcome], weight=weights, feature_names=names, max_bin=24)
     edges = edges_of(matrix)
     objective = {0: "reg:squarederror", 2: "binary:logistic", 5: "multi:softprob"}[kinds]
     wanted = xgboost.train(
@@ -180,10 +183,15 @@ def test_trees_are_those_of_xgboost_on_the_pooled_rows(case: str) -> None:
         },
         matrix,
         asked["rounds"],
+        evals=[(matrix, "all")],
+        evals_result=(losses := {}),
+        verbose_eval=False,
     )
     question = {"outcome": outcome, "on": names, "edges": edges, "base_score": base, **asked}
     answer = grow(silos_of(data), question, described(frame, question, kinds))
     same_trees(answer.model, json.loads(wanted.save_raw("json")))
+    told = losses["all"][answer.values["metric"]]
+    assert answer.values["training_loss"][1:] == pytest.approx(told, rel=1e-5)
     loaded = xgboost.Booster(model_file=bytearray(json.dumps(answer.model).encode()))
     plain = xgboost.DMatrix(rows, feature_names=names)
     margins = [each.predict(plain, output_margin=True) for each in (loaded, wanted)]
@@ -360,6 +368,9 @@ def test_quantile_bins_of_a_skewed_column_are_about_equally_full() -> None:
         ({"base_score": 2.0}, ConfigError, "between 0 and 1"),
         ({"edges": {"sex": [1]}}, ConfigError, "'sex' is a category"),
         ({"objective": "poisson"}, ConfigError, "'disease' is a category"),
+        ({"weights": "sex"}, ConfigError, "needs a number"),
+        ({"weights": "oldpeak"}, ConfigError, "weights are from 0 on"),
+        ({"weights": "disease"}, ValidationError, "outcome and weights are both 'disease'"),
         ({"rounds": 2000, "max_depth": 10}, ConfigError, "fewer rounds"),
     ],
 )
