@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,21 +34,27 @@ class PlannedRun:
 
 
 def run_side_by_side(
-    job: Path, runs: Sequence[PlannedRun], at_once: int, done: Callable[[str, int], None]
+    job: Path,
+    runs: Sequence[PlannedRun],
+    at_once: int,
+    done: Callable[[str, int], None],
+    packed: bytes | None = None,
 ) -> None:
     """Runs all, so many at a time; `done` is told each one's name and rounds.
 
+    `packed` is a task that only this process has, from `pack_task`; without it the job's name of the task
+    counts.
     The cores are divided among them. Where one fails, no more are begun, those that run come to their end,
     and RoundtableError names it. An interruption stops all: each goes on where it stopped when called again.
     """
-    left, running = deque(runs), dict[PlannedRun, subprocess.Popen[str]]()
+    left, running = deque(runs), dict[PlannedRun, subprocess.Popen[bytes]]()
     failed: list[str] = []
     threads = str(max(1, (os.cpu_count() or 1) // at_once))
     try:
         while left or running:
             while left and len(running) < at_once:
                 planned = left.popleft()
-                running[planned] = _start(job, planned, threads)
+                running[planned] = _start(job, planned, threads, packed)
             for planned in [planned for planned, process in running.items() if process.poll() is not None]:
                 said = _outcome(planned, running.pop(planned).returncode)
                 if "rounds" in said:
@@ -65,10 +72,10 @@ def run_side_by_side(
         raise RoundtableError("; ".join(failed))
 
 
-def _start(job: Path, planned: PlannedRun, threads: str) -> subprocess.Popen[str]:
+def _start(job: Path, planned: PlannedRun, threads: str, packed: bytes | None) -> subprocess.Popen[bytes]:
     overrides = {"simulation.workers": int(threads), **planned.overrides}
     request: dict[str, Any] = {"job": str(job), "overrides": overrides, "folder": str(planned.folder)}
-    request["outcome"] = str(planned.outcome)
+    request |= {"outcome": str(planned.outcome), "packed": 0 if packed is None else len(packed)}
     planned.folder.parent.mkdir(parents=True, exist_ok=True)
     planned.outcome.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": threads}
@@ -77,14 +84,14 @@ def _start(job: Path, planned: PlannedRun, threads: str) -> subprocess.Popen[str
             [sys.executable, "-m", "roundtable.simulation.run_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            text=True,
             env=environment,
         )
     except OSError as error:
         raise ResourceError(f"no process for a run could be started: {error}") from error
     assert process.stdin is not None
-    process.stdin.write(json.dumps(request) + "\n")
-    process.stdin.close()
+    # One that ends before it has read everything is heard of by its status.
+    with suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(json.dumps(request).encode() + b"\n" + (packed or b""))
     return process
 
 

@@ -1,4 +1,5 @@
-"""One run of a sweep in a process of its own: a request on standard input, the outcome in a file."""
+"""One run of a sweep in a process of its own: a request on standard input, behind it a task that only the
+sweep's own process has, and the outcome in a file."""
 
 from __future__ import annotations
 
@@ -12,12 +13,15 @@ from roundtable.core.errors import RoundtableError
 
 def main() -> int:
     """Runs what the request says. The outcome is a number of rounds, or what is wrong."""
-    request: dict[str, Any] = json.loads(sys.stdin.readline())
+    request: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    packed = sys.stdin.buffer.read(request["packed"])
+    from roundtable.simulation.backends.carried_task import unpack_task
     from roundtable.simulation.simulate import simulate
 
+    task = unpack_task(packed) if packed else None
     try:
         result = simulate(
-            request["job"], overrides=request["overrides"], run_dir=request["folder"], resume=True
+            request["job"], task, overrides=request["overrides"], run_dir=request["folder"], resume=True
         )
     except RoundtableError as error:
         Path(request["outcome"]).write_text(json.dumps({"error": str(error)}), encoding="utf-8")

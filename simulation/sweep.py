@@ -13,10 +13,12 @@ from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.core.paths import AnyPath
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task, make_task
+from roundtable.simulation.backends.carried_task import pack_task
 from roundtable.simulation.parallel_runs import PlannedRun, run_side_by_side
 from roundtable.simulation.reporting.comparison import Comparison, compare
 from roundtable.simulation.reporting.progress import Progress
 from roundtable.simulation.simulate import simulate
+from roundtable.simulation.world.simulated_clients import DATA_BUDGET
 
 Overrides = Mapping[str, Any]
 
@@ -51,16 +53,11 @@ def sweep(
     `fixed` are settings of all runs, `names` the folders' names if not those of `run_names`. `progress` gets
     the run's name and what it says, `done` the name and the rounds of each that has ended. With `at_once`
     above 1 so many run side by side, each in a process of its own, to the same bits, and `progress` hears
-    nothing. The comparison is also written to `folder`.
+    nothing; a `task` that is given goes there by cloudpickle. The comparison is also written to `folder`.
     """
     folder = Path(folder)
     if at_once < 1:
         raise ConfigError(f"sweep: {at_once} runs at once; give at least 1")
-    if at_once > 1 and task is not None:
-        raise ConfigError(
-            "sweep: runs side by side are processes, which find the task by its name in the job: name it "
-            "there, or run one after the other"
-        )
     if not settings:
         raise ConfigError("sweep: nothing to vary; give at least one set of overrides")
     names = run_names(settings) if names is None else list(names)
@@ -74,8 +71,9 @@ def sweep(
             raise ConfigError(f"sweep: run {name}: {error}") from None
     ended = done or (lambda name, rounds: None)
     if at_once > 1:
+        packed = None if task is None else _packed(task, DATA_BUDGET // at_once)
         planned = [PlannedRun(n, o, folder / n) for n, o in zip(names, settings, strict=True)]
-        run_side_by_side(Path(job).resolve(), planned, at_once, ended)
+        run_side_by_side(Path(job).resolve(), planned, at_once, ended, packed)
     else:
         for name, overrides in zip(names, settings, strict=True):
             report = None if progress is None else _named(progress, name)
@@ -86,6 +84,17 @@ def sweep(
     comparison = compare([folder / name for name in names])
     comparison.to_csv(folder / "comparison.csv")
     return comparison
+
+
+def _packed(task: AnyTask | type[Task] | type[ArrayTask], most: int) -> bytes:
+    """A task that only this process has, for the processes of the runs."""
+    try:
+        return pack_task(task, most)
+    except ConfigError as error:
+        raise ConfigError(
+            f"sweep: at_once above 1 runs processes: {error}; or name the task in the job, or run one after "
+            "the other"
+        ) from error
 
 
 def _check_task(

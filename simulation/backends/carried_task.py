@@ -26,8 +26,8 @@ _PURPOSE = "a task that only this process has, in several processes,"
 _DEEPEST = 12
 
 
-def pack_task(task: AnyTask, most: int | None = None) -> bytes:
-    """The task as bytes for `unpack_task`, at most `most` of them.
+def pack_task(task: AnyTask | type[AnyTask], most: int | None = None) -> bytes:
+    """The task, or its class, as bytes for `unpack_task`, at most `most` of them.
 
     Raises ConfigError without cloudpickle, and for what cannot be carried, by its name: an open file, a lock,
     a generator.
@@ -42,7 +42,8 @@ def pack_task(task: AnyTask, most: int | None = None) -> bytes:
                 "data in data()"
             ) from None
         except Exception as error:
-            where, what = _culprit(task, type(task).__name__, set(), error)
+            kind = task if isinstance(task, type) else type(task)
+            where, what = _culprit(task, kind.__name__, set(), error)
             raise ConfigError(
                 f"{where} cannot be carried to another process ({what}); make it where it is used, in "
                 "model() or data()"

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roundtable.cli.main import run as run_command
+from roundtable.core import load_task
 from roundtable.core.errors import ConfigError, RoundtableError, StorageError
 from roundtable.simulation import ValueRange, compare, draw, grid, halving, sweep
 from roundtable.simulation.settings_search import rungs
@@ -127,8 +128,24 @@ def test_a_run_that_fails_beside_others_is_named(job_file, tmp_path):
     (tmp_path / "worlds.py").write_text("raise ValueError('broken')")
     with pytest.raises(RoundtableError, match=r"sweep: run 1-size=2: .*broken"):
         sweep(job_file, [{"cohort.size": 2}, {"cohort.size": 4}], tmp_path / "out", at_once=2)
-    with pytest.raises(ConfigError, match="name it there"):
-        sweep(job_file, [{"cohort.size": 2}], tmp_path / "other", object(), at_once=2)
+
+
+def test_a_task_that_only_this_process_has_goes_to_runs_side_by_side(job_file, tmp_path):
+    class Steeper(type(load_task("worlds.py:Perceptron", HERE))):
+        def loss(self, model, batch):
+            return super().loss(model, batch) * self.times
+
+    task, settings = Steeper(), [{"cohort.size": 2}, {"cohort.size": 4}]
+    task.times = 3.0
+    one, two = (sweep(job_file, settings, tmp_path / str(n), task, at_once=n) for n in (1, 2))
+    assert [run.history.records for run in one.runs] == [run.history.records for run in two.runs]
+    assert (
+        one.runs[0].history.records
+        != sweep(job_file, settings[:1], tmp_path / "plain").runs[0].history.records
+    )
+    task.log = (tmp_path / "log").open("w")
+    with pytest.raises(ConfigError, match=r"Steeper.log cannot be carried .*one after the other"):
+        sweep(job_file, settings, tmp_path / "never", task, at_once=2)
 
 
 @given(
