@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from roundtable.core.algorithms.schedules import Schedule
-from roundtable.core.config import SERVER_MOMENTUM
+from roundtable.core.config import DILOCO_RATE, SERVER_MOMENTUM
 from roundtable.core.errors import ConfigError, LayoutError
 
 _SLICE = 1 << 18
@@ -114,6 +114,32 @@ class FedAvgM:
         return OptimizerState({"momentum": momentum}, {"steps": state.steps + 1}), torch.add(
             model, momentum, alpha=rate
         )
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """m ← β m + Δ; x ← x + η (Δ + β m): the outer optimizer of DiLoCo (Douillard et al. 2023, algorithm 1),
+    with η and β as published there. It is torch's SGD with Nesterov momentum by the gradient −Δ."""
+
+    learning_rate: float = DILOCO_RATE
+    momentum: float = SERVER_MOMENTUM
+    schedule: Schedule = _CONSTANT
+
+    def init(self, columns: int) -> OptimizerState:
+        return _initial(columns, "momentum")
+
+    def apply(
+        self, state: OptimizerState, model: torch.Tensor, delta: torch.Tensor, step: int
+    ) -> tuple[OptimizerState, torch.Tensor]:
+        state = _beside(model, delta, state)
+        rate = self.learning_rate * self.schedule.factor(step)
+        momentum, result = torch.empty_like(model), torch.empty_like(model)
+        for part in _slices(model.numel()):
+            change = delta[part]
+            new = torch.add(change, state.vectors["momentum"][part], alpha=self.momentum, out=momentum[part])
+            ahead = torch.add(change, new, alpha=self.momentum)
+            torch.add(model[part], ahead, alpha=rate, out=result[part])
+        return OptimizerState({"momentum": momentum}, {"steps": state.steps + 1}), result
 
 
 @dataclass(frozen=True)
@@ -220,6 +246,7 @@ class FedLion:
 OPTIMIZERS: dict[str, type[ServerOptimizer]] = {
     "fedavg": ServerSGD,
     "fedavgm": FedAvgM,
+    "diloco": Nesterov,
     "fedadagrad": FedAdagrad,
     "fedadam": FedAdam,
     "fedyogi": FedYogi,

@@ -85,6 +85,7 @@ class RoundTable(Table):
 
 
 SERVER_MOMENTUM = 0.9
+DILOCO_RATE = 0.7
 
 
 class ServerOptimizerTable(Table):
@@ -93,14 +94,18 @@ class ServerOptimizerTable(Table):
     name: str = Field(
         "fedavg",
         min_length=1,
-        description="the step: fedavg, fedavgm, fedadagrad, fedadam, fedyogi, fedlion, an installed one, or "
-        "file.py:Class",
+        description="the step: fedavg, fedavgm, diloco, fedadagrad, fedadam, fedyogi, fedlion, an installed "
+        "one, or file.py:Class",
     )
     parameters: Open = Field(
         default_factory=dict, description="of a step that is not built in: all that it takes"
     )
-    learning_rate: Finite = Field(1.0, gt=0, description="the server's learning rate")
-    momentum: Finite | None = Field(None, ge=0, lt=1, description=f"fedavgm; default: {SERVER_MOMENTUM}")
+    learning_rate: Finite = Field(
+        1.0, gt=0, description=f"the server's learning rate; of diloco by default {DILOCO_RATE}"
+    )
+    momentum: Finite | None = Field(
+        None, ge=0, lt=1, description=f"fedavgm, diloco; default: {SERVER_MOMENTUM}"
+    )
     beta_1: Finite | None = Field(None, ge=0, lt=1, description="fedadagrad, fedadam, fedyogi, fedlion")
     beta_2: Finite | None = Field(None, ge=0, lt=1, description="fedadam, fedyogi, fedlion")
     tau: Finite | None = Field(
@@ -109,6 +114,13 @@ class ServerOptimizerTable(Table):
     schedule: Open | None = Field(
         None, description="learning-rate schedule over rounds, as a table with a name"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("name") == "diloco":
+            return {"learning_rate": DILOCO_RATE, "momentum": SERVER_MOMENTUM, **values}
+        return values
 
 
 WEIGHT_RATIO, NORM_RATIO = 10.0, 100.0

@@ -87,7 +87,7 @@ def likely_groups(noise_multiplier: float, rounds: int, share: float) -> int:
 def _words(job: JobConfig, models: Workload) -> str:
     server = job.aggregation.server_optimizer
     if server.name not in ("fedavg", "fedavgm"):
-        return f"optimised for prefix sums, since steps of {server.name} are no sums of the rounds"
+        return f"optimised for prefix sums, as for steps of {server.name} nothing better is known"
     parts = [f"the server's momentum {models.momentum:g}"] if models.momentum else []
     parts += [] if models.is_toeplitz else ["the learning-rate schedule"]
     return f"optimised for {' and '.join(parts) or 'prefix sums'}"

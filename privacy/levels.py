@@ -172,8 +172,8 @@ def correlated_noise(job: JobConfig, noise_multiplier: float, population: int) -
 def workload(job: JobConfig) -> Workload:
     """What a model of the job is of the rounds' sums: with the server's momentum and its schedule.
 
-    Steps of other server optimizers than fedavg and fedavgm are no sums; for them it is the prefix sums,
-    which costs accuracy only.
+    Steps of other server optimizers than fedavg and fedavgm are other sums, or none; for them it is the
+    prefix sums, which costs accuracy only.
     """
     rounds, server = max(1, job.rounds), job.aggregation.server_optimizer
     if server.name not in ("fedavg", "fedavgm"):

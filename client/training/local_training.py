@@ -128,6 +128,7 @@ def _train_module(
                 loop.optimizer,
                 data,
                 job,
+                work.round,
                 correct,
                 device,
                 execution.protection,

@@ -38,6 +38,7 @@ def fit_privately(
     optimizer: Any,
     data: Any,
     job: JobConfig,
+    round: int,
     correct: Callable[[], None] | None,
     device: torch.device,
     protection: Protection,
@@ -84,7 +85,7 @@ def fit_privately(
     ) as training:
         protection.mode = training.mode
         protection.pay(config, training.charge(steps))
-        schedule = RoundSchedule(optimizer, job.algorithm, steps)
+        schedule = RoundSchedule(optimizer, job, round, steps)
         for taken, indices in enumerate(asking(training.batches(steps), before_batch), 1):
             schedule.before(taken)
             training.step(indices, correct)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.core.algorithms.step import LocalStep
-from roundtable.core.algorithms.table import AlgorithmTable
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
 
 
@@ -70,8 +70,10 @@ class RoundSchedule:
     job has a schedule and nobody knows how many `steps` the round has.
     """
 
-    def __init__(self, optimizer: Any, table: AlgorithmTable, steps: int | None) -> None:
-        self._table = table
+    def __init__(self, optimizer: Any, job: JobConfig, round: int, steps: int | None) -> None:
+        self._table = table = job.algorithm
+        self._round = round
+        self._rounds = job.rounds
         self._optimizer = optimizer
         self._steps = steps or 0
         if not table.scheduled:
@@ -88,7 +90,7 @@ class RoundSchedule:
         """Sets the rate of step `step`, from 1."""
         if not self._table.scheduled:
             return
-        share = self._table.rate_share(step, self._steps)
+        share = self._table.rate_share(step, self._steps, self._round, self._rounds)
         if isinstance(self._optimizer, SGD):
             self._optimizer.learning_rate = self._full[0] * share
             return

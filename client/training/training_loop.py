@@ -57,7 +57,7 @@ class TrainingLoop:
         if type(rules.algorithm).makes_gradients():
             layout = work.layout.model
             self._own = ModuleWork(task, module, parameters, rules, layout, self._gradient)
-        self._schedule = RoundSchedule(self.optimizer, work.job.algorithm, rules.round.context.steps)
+        self._schedule = RoundSchedule(self.optimizer, work.job, work.round, rules.round.context.steps)
         self.steps = 0
 
     def fit(self, batches: Iterator[Batch], correct: Correction | None, watch: Watch | None = None) -> None:

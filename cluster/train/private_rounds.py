@@ -110,6 +110,7 @@ def fit_examples_privately(
             trainer.optimizer,
             data,
             trainer.job,
+            round,
             sharded_correction(make_algorithm(trainer.job.algorithm).step(), trainer.replica.parameters()),
             trainer.device,
             protection,

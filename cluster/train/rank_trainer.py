@@ -184,7 +184,7 @@ class RankTrainer:
         wishes = wishes or Wishes()
         self.begin(round)
         assert self.optimizer is not None
-        schedule = RoundSchedule(self.optimizer, self.job.algorithm, batches.steps)
+        schedule = RoundSchedule(self.optimizer, self.job, round, batches.steps)
         if save is not None and self.peers is not None:
             save = self._saved_by_first(save)
         # What a reduction keeps has taken up a step's gradient by the time that its figures are known.

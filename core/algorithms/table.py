@@ -20,7 +20,7 @@ class AlgorithmTable(Table):
         **{
             name: f"it is a server optimizer: keep the algorithm, and set [aggregation.server_optimizer] "
             f'name = "{name}"'
-            for name in ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedlion")
+            for name in ("fedavgm", "diloco", "fedadagrad", "fedadam", "fedyogi", "fedlion")
         },
     }
 
@@ -48,9 +48,12 @@ class AlgorithmTable(Table):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="of the learning rate over a round's steps, from its full value on"
     )
-    schedule_warm_up: int = Field(
-        0, ge=0, description="steps of a round in which the rate rises to its full value"
+    schedule_over: Literal["round", "job"] = Field(
+        "round",
+        description="whether each round begins the schedule anew, or it spans all rounds of the job, each of "
+        "as many steps as this one",
     )
+    schedule_warm_up: int = Field(0, ge=0, description="steps in which the rate rises to its full value")
     schedule_floor: Finite = Field(
         0.0, ge=0, le=1, description="share of the full rate that linear and cosine end at"
     )
@@ -78,7 +81,8 @@ class AlgorithmTable(Table):
 
     @model_validator(mode="after")
     def _rises_in_time(self) -> Self:
-        if self.steps is not None and self.schedule_warm_up >= self.steps:
+        anew = self.schedule_over == "round"
+        if anew and self.steps is not None and self.schedule_warm_up >= self.steps:
             raise ValueError(
                 f"schedule_warm_up = {self.schedule_warm_up} and steps = {self.steps}: the learning rate "
                 "would never have its full value; set fewer steps of warm-up"
@@ -86,6 +90,13 @@ class AlgorithmTable(Table):
         if self.schedule_floor and self.schedule == "constant":
             raise ValueError(
                 f"schedule_floor = {self.schedule_floor} would be ignored: set schedule to linear or cosine"
+            )
+        if self.schedule_over == "job" and not self.scheduled:
+            raise ValueError('schedule_over = "job" would be ignored: set schedule, or schedule_warm_up')
+        if self.schedule_over == "job" and self.work == "by_speed":
+            raise ValueError(
+                'schedule_over = "job" and work = "by_speed": how far the job is follows from equal rounds; '
+                'set work = "equal"'
             )
         return self
 
@@ -108,13 +119,15 @@ class AlgorithmTable(Table):
         """Passes over the silo's data a round, where no steps are given."""
         return self.epochs or 1
 
-    def rate_share(self, step: int, steps: int) -> float:
-        """The share of the round's learning rate at step `step`, from 1, of `steps`.
+    def rate_share(self, step: int, steps: int, round: int = 1, rounds: int = 1) -> float:
+        """The share of a round's learning rate at step `step`, from 1, of `steps`, in this round of so many.
 
         Warm-up: step / warm-up. Then, t of T steps later: linear 1 − (1 − floor) t/T, cosine
         floor + (1 − floor)(1 + cos πt/T)/2 (Loshchilov & Hutter 2017, equation 5). T are the steps behind the
         warm-up, so the step after the last would be at the floor.
         """
+        if self.schedule_over == "job":
+            step, steps = step + (round - 1) * steps, steps * rounds
         if step <= self.schedule_warm_up:
             return step / self.schedule_warm_up
         gone = (step - 1 - self.schedule_warm_up) / max(steps - self.schedule_warm_up, 1)

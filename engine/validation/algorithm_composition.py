@@ -41,6 +41,7 @@ def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
             f"algorithm.schedule, schedule_warm_up and {said}: what it computes counts on one learning rate "
             "for a round; leave them out"
         )
+    _check_whole_schedule(job)
     if job.algorithm.work == "by_speed" and not composition.unequal_steps:
         raise ConfigError(
             f'algorithm.work = "by_speed" and {said}: the model would lean towards the silos that take many '
@@ -54,6 +55,18 @@ def check_algorithm(job: JobConfig, algorithm: ClientAlgorithm) -> None:
         raise ConfigError(f"{said} declares places and no server() that says what becomes of them")
     for place in (place for place in algorithm.places if place.sent):
         _check_place(job, f"{said} sends {place.name!r} beside its update, and", place)
+
+
+def _check_whole_schedule(job: JobConfig) -> None:
+    """A schedule over all rounds must end behind its warm-up."""
+    table = job.algorithm
+    if table.schedule_over == "job" and table.steps and table.schedule_warm_up >= table.steps * job.rounds:
+        raise ConfigError(
+            f"algorithm.schedule_warm_up = {table.schedule_warm_up}: the job has {job.rounds} rounds of "
+            f"{table.steps} steps, and the learning rate would never have its full value; set fewer steps of "
+            "warm-up",
+            key=("algorithm", "schedule_warm_up"),
+        )
 
 
 def _check_round(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:

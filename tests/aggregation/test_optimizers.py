@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from roundtable.aggregation import OptimizerState, Schedule, make_optimizer
+from roundtable.core import parse_job
 from roundtable.core.errors import ConfigError, LayoutError
 
 NAMES = {"adam": "fedadam", "yogi": "fedyogi", "adagrad": "fedadagrad", "avgm": "fedavgm"}
-ALL = ("fedavg", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedlion")
+ALL = ("fedavg", "fedavgm", "diloco", "fedadagrad", "fedadam", "fedyogi", "fedlion")
 
 
 def test_trajectories_match_the_reference(reference_dir: Path) -> None:
@@ -102,6 +103,26 @@ def test_fedlion_moves_by_the_learning_rate() -> None:
     state, model = optimizer.apply(optimizer.init(3), torch.zeros(3), delta, 0)
     assert model.tolist() == [0.5, -0.5, 0.0]
     torch.testing.assert_close(state.vectors["momentum"], 0.01 * delta)
+
+
+def test_diloco_is_torchs_nesterov_by_the_negative_aggregate() -> None:
+    """With the published settings where none are given; a schedule scales the step alone."""
+    chance = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(7, generator=chance))
+    theirs = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True)
+    ours = make_optimizer("diloco")
+    model, state = weight.detach().clone(), ours.init(7)
+    for step in range(5):
+        delta = torch.randn(7, generator=chance)
+        weight.grad = -delta
+        theirs.step()
+        state, model = ours.apply(state, model, delta, step)
+        torch.testing.assert_close(model, weight.detach())
+    job = parse_job('task = "t"\n[aggregation.server_optimizer]\nname = "diloco"')
+    table = job.aggregation.server_optimizer
+    assert (table.learning_rate, table.momentum) == (0.7, 0.9)
+    with pytest.raises(ConfigError, match=r'set \[aggregation.server_optimizer\] name = "diloco"'):
+        parse_job('task = "t"\n[algorithm]\nname = "diloco"')
 
 
 def test_schedules() -> None:

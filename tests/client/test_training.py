@@ -85,7 +85,12 @@ def plain_loop(task: Task, job: JobConfig, data: tuple[Tensor, Tensor], round: i
         momentum=table.momentum,
         weight_decay=table.weight_decay,
     )
-    schedule = torchs_schedule(optimizer, table, table.passes * -(-len(data[0]) // table.batch_size))
+    steps = table.passes * -(-len(data[0]) // table.batch_size)
+    whole = table.schedule_over == "job"
+    schedule = torchs_schedule(optimizer, table, steps * job.rounds if whole else steps)
+    for _ in range((round - 1) * steps if whole else 0):
+        optimizer.step()
+        schedule.step()
     order = torch_generator(job.seed, round, client, "batches")
     for _ in range(table.passes):
         permutation = torch.randperm(len(data[0]), generator=order)
@@ -146,6 +151,7 @@ def test_a_rounds_number_seeds_its_training() -> None:
         {"epochs": 3, "schedule": "cosine", "schedule_warm_up": 4},
         {"epochs": 2, "schedule_warm_up": 3, "schedule": "linear", "schedule_floor": 0.25},
         {"epochs": 2, "schedule_warm_up": 2},
+        {"epochs": 3, "schedule_warm_up": 11, "schedule": "cosine", "schedule_over": "job"},
         {"name": "fedprox", "mu": 0.7, "epochs": 3, "learning_rate": 0.3},
     ],
 )
@@ -166,6 +172,7 @@ def test_equals_a_plain_loop(algorithm: dict[str, object]) -> None:
     ("wrong", "message"),
     [
         ({"steps": 4, "schedule_warm_up": 4}, "would never have its full value"),
+        ({"schedule_over": "job"}, 'schedule_over = "job" would be ignored'),
         ({"schedule_floor": 0.1}, "would be ignored: set schedule to linear or cosine"),
     ],
 )

@@ -171,7 +171,7 @@ def test_amplified_sampling_and_correlated_noise_are_compared() -> None:
             {"schedule": {"name": "step", "every": 3}},
             ["with the job's own coefficients", "optimised for the learning-rate schedule"],
         ),
-        ({"bands": 2}, {"name": "fedadam"}, ["prefix sums, since steps of fedadam are no sums"]),
+        ({"bands": 2}, {"name": "fedadam"}, ["prefix sums, as for steps of fedadam nothing better"]),
     ],
 )
 def test_the_plan_says_how_noise_is_correlated_and_why(

@@ -121,7 +121,7 @@ def test_a_model_that_overflows_is_refused() -> None:
         run(plan, big[None], big, initial_server_state(plan, 1), 1)
 
 
-@pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedlion"])
+@pytest.mark.parametrize("name", ["fedavgm", "diloco", "fedadam", "fedyogi", "fedadagrad", "fedlion"])
 def test_the_server_state_survives_a_restart_to_the_bit(name: str, tmp_path: Path) -> None:
     plan = make_plan(
         job(f'[aggregation.server_optimizer]\nname = "{name}"\nschedule = {{ name = "cosine", rounds = 9 }}'),

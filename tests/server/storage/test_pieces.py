@@ -164,7 +164,9 @@ def test_a_full_device(store: ArtifactStore, tmp_path: Path) -> None:
             writer.write(DATA)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedlion"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "fedavgm", "diloco", "fedadagrad", "fedadam", "fedyogi", "fedlion"]
+)
 def test_an_optimizer_in_slices_is_the_same_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SLICE", 100)
     monkeypatch.setattr(memory, "drop_pages", lambda mapped: None)
