@@ -14,6 +14,7 @@ from roundtable.core.analyses.regressions.logistic_regression import Logistic
 from roundtable.core.analyses.regressions.meta_analysis import MetaAnalysis
 from roundtable.core.analyses.regressions.mixed_intercept import MixedIntercept
 from roundtable.core.analyses.regressions.penalised_regression import PenalisedLinear, PenalisedLogistic
+from roundtable.core.analyses.regressions.weighted_linear import WeightedLinear
 from roundtable.core.tables.table_description import ColumnName
 from roundtable.core.toml_tables import Finite
 
@@ -32,9 +33,19 @@ class LinearTable(_RegressionTable):
     """Linear regression of a number."""
 
     ask: Literal["linear"] = Field(description="this kind of question")
+    weights: ColumnName | None = Field(
+        None, description="a column of numbers from 0 on: precisions of rows (weighted least squares)"
+    )
+
+    @model_validator(mode="after")
+    def _weighted(self) -> LinearTable:
+        different((self.outcome, *self.on, *filter(None, [self.weights])), "outcome, on and weights")
+        return self
 
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
+        if self.weights is not None:
+            return WeightedLinear(columns, least, title, self.outcome, self.on, self.weights)
         return Linear(columns, least, title, self.outcome, self.on)
 
 

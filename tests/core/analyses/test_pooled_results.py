@@ -111,7 +111,7 @@ def ask(
 
 
 def _listed(question: Mapping[str, Any]) -> list[str]:
-    keys = ("columns", "column", "by", "rows", "outcome", "time", "event", "exposure", "score")
+    keys = ("columns", "column", "by", "rows", "outcome", "time", "event", "exposure", "score", "weights")
     found = [question[key] for key in keys if question.get(key) is not None]
     return [name for each in found for name in ([each] if isinstance(each, str) else each)]
 

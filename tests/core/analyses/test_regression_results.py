@@ -37,6 +37,30 @@ def test_a_regression_of_counts_is_that_of_the_pooled_rows(case: dict[str, Any])
         close(found[name], value)
 
 
+@_of("linear")
+def test_a_weighted_regression_is_that_of_the_pooled_rows(case: dict[str, Any]) -> None:
+    silos = silos_of(case["data"])
+    found = ask(silos, {"ask": "linear", **case["params"]}).values
+    errors = np.array(case["expected"]["errors"])
+    for name, value in case["expected"].items():
+        size = {"coefficients": errors, "intervals": errors[:, None]}.get(name, 0.0)
+        close(found[name], value, size)
+    doubled = [{**silo, "trestbps": 2 * silo["trestbps"]} for silo in silos]
+    again = ask(doubled, {"ask": "linear", **case["params"]}).values
+    close(again["errors"], errors)
+
+
+def test_weights_that_make_few_rows_count_for_all_have_no_answer() -> None:
+    frame = {"y": _ROWS % 7, "x": _ROWS % 5, "w": np.where(_ROWS < 9, 1.0, 1e-6)}
+    asked = {"ask": "linear", "outcome": "y", "on": ["x"], "weights": "w"}
+    assert ask(_thirds(frame), asked, least_count=5).why == ""
+    assert "fewer rows than the least count" in ask(_thirds(frame), asked, least_count=10).why
+    none = {**frame, "w": np.where(_ROWS < 5, 1.0, 0.0)}
+    assert "three rows for each coefficient" in ask(_thirds(none), asked, least_count=5).why
+    with pytest.raises(ConfigError, match="weights are from 0 on"):
+        ask(_thirds({**frame, "w": _ROWS - 1}), asked)
+
+
 @_of("elastic_net")
 def test_a_penalised_regression_is_that_of_the_pooled_rows(case: dict[str, Any]) -> None:
     params, wanted = case["params"], case["expected"]
