@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,11 @@ def _height(answer: Answer) -> float:
 
 def _histogram(axes: Any, answer: Answer) -> None:
     edges, counts = answer.values["edges"], answer.values["counts"]
+    middles = [(low + high) / 2 for low, high in pairwise(edges)]
     for label, counted in counts.items():
-        axes.stairs([_or_nan(each) for each in counted], edges, label=label)
+        line = axes.stairs([_or_nan(each) for each in counted], edges, label=label)
+        for middle, ends in zip(middles, answer.values.get("intervals", {}).get(label, ()), strict=False):
+            axes.plot([middle, middle], ends, color=line.get_edgecolor(), linewidth=0.8)
     axes.set_xlabel(answer.header[0].removesuffix(" from"))
     axes.set_ylabel("rows")
     if len(counts) > 1:

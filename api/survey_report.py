@@ -46,13 +46,15 @@ class ReportTable(Table):
     rounds: int = Field(ge=0)
     masked: bool
     least_count: int = Field(ge=0)
+    privacy: dict[str, JsonValue] | None = None
     answers: Annotated[tuple[_AnswerTable, ...], BeforeValidator(as_tuple)]
 
     @property
     def findings(self) -> SurveyAnswers:
         """The answers again."""
         answers = [Answer(**{name: getattr(each, name) for name in _KEPT}) for each in self.answers]
-        return SurveyAnswers(self.name, answers, self.silos, self.rounds, self.masked, self.least_count)
+        head = (self.silos, self.rounds, self.masked, self.least_count, self.privacy)
+        return SurveyAnswers(self.name, answers, *head)
 
 
 _KEPT = tuple(_AnswerTable.model_fields)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from roundtable.client.analysis_task import OwnAnalysis
 from roundtable.core import extras
-from roundtable.core.algorithms.analysis import LEAST_COUNT, answers_of
+from roundtable.core.algorithms.analysis import LEAST_COUNT, AnalysisTable, answers_of
 from roundtable.core.analyses.own_question import OwnTable
 from roundtable.core.analyses.question import Answer
 from roundtable.core.analyses.questions_table import AnyQuestion
@@ -30,6 +30,7 @@ from roundtable.core.toml import validate, with_place
 from roundtable.core.toml_tables import Name, Open, Table, as_tuple
 from roundtable.engine.analysis_job import analysis_job
 from roundtable.privacy.secagg import MINIMUM_COHORT
+from roundtable.survey_privacy import SurveyPlan, SurveyPrivacyTable, cost_of, privacy_of
 
 if TYPE_CHECKING:
     from roundtable.simulation import Progress
@@ -49,6 +50,9 @@ class SurveyFile(Table):
     )
     secure_aggregation: bool = Field(
         True, description="mask sums, so that nobody sees those of a single silo; takes three silos"
+    )
+    privacy: SurveyPrivacyTable | None = Field(
+        None, description="differential privacy: each silo adds noise that hides each of its rows"
     )
     silos: dict[Name, str | DataTableTable] = Field(
         default_factory=dict,
@@ -76,10 +80,37 @@ class SurveyFile(Table):
         """The task of its job."""
         return JobTaskTable.model_validate({**self.parameters, "name": self.code or "analysis"})
 
+    @model_validator(mode="after")
+    def _masks_or_noise(self) -> SurveyFile:
+        if (
+            self.privacy is not None
+            and self.secure_aggregation
+            and "secure_aggregation" in self.model_fields_set
+        ):
+            raise ValueError(
+                "secure_aggregation = true and [privacy]: each silo's own noise hides its rows from "
+                "everybody, and such sums are not masked besides; leave secure_aggregation out"
+            )
+        return self
+
+    @property
+    def masked(self) -> bool:
+        """Whether its sums are masked."""
+        return self.secure_aggregation and self.privacy is None
+
+    def asked(self) -> dict[str, Any]:
+        """What is asked: the keys of the job's [algorithm]."""
+        asked = self.model_dump(mode="json", include={"table", "columns", "questions", "least_count"})
+        return asked if self.privacy is None else {**asked, "noise_multiplier": self.privacy.noise_multiplier}
+
 
 @dataclass(frozen=True)
 class SurveyAnswers:
-    """What a survey has found: an answer for each question, over `silos` silos, after so many rounds."""
+    """What a survey has found: an answer for each question, over `silos` silos, after so many rounds.
+
+    `privacy` is what it cost the silos' rows, as `SurveyPlan` has it, and whether that is guaranteed: the
+    noise of a simulation can be repeated. None where the answers are exact.
+    """
 
     name: str
     answers: Sequence[Answer]
@@ -87,6 +118,7 @@ class SurveyAnswers:
     rounds: int
     masked: bool
     least_count: int
+    privacy: Mapping[str, Any] | None = None
 
     def __getitem__(self, question: int | str) -> Mapping[str, Any]:
         """An answer's values, by the question's number from 0, or its title. KeyError for an unknown one."""
@@ -117,6 +149,7 @@ class SurveyAnswers:
             "rounds": self.rounds,
             "secure_aggregation": self.masked,
             "least_count": self.least_count,
+            "privacy": None if self.privacy is None else dict(self.privacy),
             "answers": answers,
         }
 
@@ -218,20 +251,26 @@ def _local_table(survey: SurveyFile, value: str | DataTableTable, folder: Path) 
 
 def survey_job(survey: SurveyFile, silos: int) -> JobConfig:
     """The job that answers a survey over so many silos. ConfigError for a question that cannot be asked."""
-    if survey.secure_aggregation and silos < MINIMUM_COHORT:
+    if survey.masked and silos < MINIMUM_COHORT:
         raise ConfigError(
             f"secure_aggregation takes at least {MINIMUM_COHORT} silos, or a sum hides nobody's; there are "
             f"{silos}: set secure_aggregation = false if each silo's sums may be seen"
         )
-    asked = survey.model_dump(mode="json", include={"table", "columns", "questions", "least_count"})
+    asked = survey.asked()
     tables = [
         each.model_dump(mode="json", exclude_none=True)
         for each in survey.silos.values()
         if isinstance(each, DataTableTable)
     ]
-    name = survey.name or survey.table
+    name, noisy = survey.name or survey.table, survey.privacy
     return analysis_job(
-        asked, silos, masked=survey.secure_aggregation, name=name, tables=tables, task=survey.task
+        asked,
+        silos,
+        masked=survey.masked,
+        name=name,
+        tables=tables,
+        task=survey.task,
+        privacy=None if noisy is None else noisy.model_dump(),
     )
 
 
@@ -258,18 +297,33 @@ def analyse(
     result = simulate(job, progress=progress or False, folder=survey.folder)
     if result.status != "finished":
         raise AggregationError(_with_names(f"{job.title}: {result.reason}", survey))
-    return findings_of(job, result.model.vector, len(result.history), survey.folder)
+    return findings_of(job, result.model.vector, len(result.history), survey.folder, guarantee=False)
 
 
-def findings_of(job: JobConfig, vector: Any, rounds: int, folder: Path | None = None) -> SurveyAnswers:
+def findings_of(
+    job: JobConfig, vector: Any, rounds: int, folder: Path | None = None, *, guarantee: bool = True
+) -> SurveyAnswers:
     """The findings in an analysis's global vector; `folder` is where code of one's own lies, without which
-    its answer is the totals. TaskError for a job that is no analysis."""
+    its answer is the totals; `guarantee` False where noise can be repeated. TaskError for a job that is no
+    analysis."""
     code = None
     if job.task.name != "analysis" and folder is not None:
         code = load_task(job.task.name, folder, parameters=job.task.parameters)
     answers, silos = answers_of(job.algorithm, vector, code)
     masked = getattr(job.privacy, "secure_aggregation", False)
-    return SurveyAnswers(job.title, answers, silos, rounds, masked, getattr(job.algorithm, "least_count", 0))
+    least, privacy = getattr(job.algorithm, "least_count", 0), privacy_of(job, guarantee)
+    return SurveyAnswers(job.title, answers, silos, rounds, masked, least, privacy)
+
+
+def survey_plan(survey: SurveyFile) -> SurveyPlan:
+    """What a survey will cost. ConfigError for one without [privacy], or that cannot be asked."""
+    if survey.privacy is None:
+        raise ConfigError(
+            "the survey has no [privacy]: its answers are exact, and no epsilon bounds what they tell of a "
+            "row; add [privacy] with epsilon"
+        )
+    table = AnalysisTable.model_validate({"name": "analysis", **survey.asked()})
+    return cost_of(table.survey, survey.privacy)
 
 
 def _with_names(text: str, survey: SurveyFile) -> str:

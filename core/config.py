@@ -32,7 +32,7 @@ from roundtable.core.job_tables.task_table import JobTaskTable, named_task
 from roundtable.core.job_tables.transfer_table import TransferTable
 from roundtable.core.measures.families import MOST_CELLS, expanded
 from roundtable.core.paths import AnyPath
-from roundtable.core.privacy_table import NoPrivacy, Privacy, masking_of
+from roundtable.core.privacy_table import ExampleLevel, NoPrivacy, Privacy, masking_of
 from roundtable.core.tables.standardise_table import StandardiseTable
 from roundtable.core.toml import TomlDocument, read_toml, validate
 from roundtable.core.toml_tables import Finite, Name, Open, Seconds, Table, as_tuple
@@ -326,6 +326,11 @@ class JobConfig(Table):
             return None
         encoding = get_encoding(transfer.up)
         return encoding if isinstance(encoding, CommonRank) else None
+
+    @property
+    def releases_sums(self) -> bool:
+        """Whether silos train nothing and send sums of their records, with the noise that hides each one."""
+        return self.algorithm.exact and isinstance(self.privacy, ExampleLevel)
 
     @property
     def title(self) -> str:

@@ -24,18 +24,26 @@ def analysis_job(
     name: str,
     tables: Sequence[Any] = (),
     task: JobTaskTable | None = None,
+    privacy: Mapping[str, Any] | None = None,
 ) -> JobConfig:
     """The job that asks so many silos what `asked` says, the keys of [algorithm].
 
     `tables` are descriptions of simulated silos' tables, one each; none for a coordinator's silos. `task`
-    where it is not what is built in. Raises ConfigError for a question that the columns do not allow.
+    where it is not what is built in. `privacy` are level, epsilon and delta of an analysis with noise, whose
+    multiplier is in `asked`. Raises ConfigError for a question that the columns do not allow.
     """
     table = AnalysisTable.model_validate({"name": "analysis", **asked})
     questions = table.survey
-    privacy: dict[str, Any] = {"level": "none"}
+    stop: dict[str, Any] = {"metric": OPEN, "target": 0.0, "larger_is_better": False}
+    rounds = questions.rounds + _SPARE_ROUNDS
+    protected: dict[str, Any] = {"level": "none"}
     validation: dict[str, Any] = {"policy": "fail", "norm_ratio": "off", "weight_ratio": "off"}
+    if privacy is not None:
+        # Nothing is asked twice, and nothing that rounds depend on is told of silos' rows.
+        stop, rounds = {}, 1
+        protected = {**privacy, "noise_multiplier": table.noise_multiplier, "clip_norm": 1.0}
     if masked:
-        privacy |= {
+        protected |= {
             "secure_aggregation": True,
             "clip_norm": math.ceil(exact_norm(questions.sum_places.size + 1)) * 1.0,
         }
@@ -44,13 +52,13 @@ def analysis_job(
     values = {
         "task": "analysis" if task is None else task.model_dump(mode="json"),
         "name": name,
-        "rounds": questions.rounds + _SPARE_ROUNDS,
+        "rounds": rounds,
         "algorithm": {"name": "analysis", **asked},
         "cohort": {"size": silos, "minimum": silos, "retries": 1},
         "aggregation": {"weighting": "uniform", "validation": validation},
-        "privacy": privacy,
+        "privacy": protected,
         "evaluation": {"every": 0},
-        "stop": {"metric": OPEN, "target": 0.0, "larger_is_better": False},
+        "stop": stop,
         "simulation": local,
     }
     return validate(JobConfig, TomlDocument(values, "survey", ""))

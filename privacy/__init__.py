@@ -22,6 +22,7 @@ from roundtable.privacy.levels import (
     noise_for,
     sampling_of,
     shared_noise,
+    sums_charge,
 )
 from roundtable.privacy.mechanisms.central_noise import CentralDP, CentralResult, RowMatrix
 from roundtable.privacy.mechanisms.clipping import AdaptiveClip, Clipped, clip, clip_per_layer, l2_norm
@@ -33,6 +34,7 @@ from roundtable.privacy.mechanisms.gaussian_mechanism import NoisyVector, add_ga
 from roundtable.privacy.mechanisms.noise import NoiseSource, SecureNoise, SeededNoise
 from roundtable.privacy.mechanisms.tree import TreeFTRL
 from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render, weak_signal
+from roundtable.privacy.released_sums import sums_noise
 from roundtable.privacy.secure_round import SecureMean, SecureRound, fewest_survivors, subject_of
 from roundtable.privacy.shared_sample import values_masked, why_not_masked
 from roundtable.privacy.statement import account_statement, statement
@@ -104,6 +106,8 @@ __all__ = [
     "statement",
     "step_charge",
     "subject_of",
+    "sums_charge",
+    "sums_noise",
     "values_masked",
     "weak_signal",
     "why_not_masked",

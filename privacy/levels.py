@@ -76,6 +76,8 @@ def charges(
             one = local_gaussian_charge(noise_multiplier)
         case DistributedLevel():
             one = shared_noise(job, noise_multiplier, dimension).charge
+        case ExampleLevel() if job.releases_sums:
+            one = sums_charge(noise_multiplier)
         case ExampleLevel():
             if privacy.population is None:
                 raise PrivacyError("a plan needs privacy.population: the examples of a silo")
@@ -217,6 +219,11 @@ def distributed_noise(job: JobConfig, dimension: int) -> DistributedDP:
     return shared_noise(job, noise_for(job, silos, dimension), dimension)
 
 
+def sums_charge(noise_multiplier: float) -> Charge:
+    """What one release of sums costs each silo's records, of which one changes all of them by 1 (L2)."""
+    return gaussian_charge("example", {"sampling": "none"}, noise_multiplier, part="sums")
+
+
 def example_training(job: JobConfig, examples: int) -> tuple[ExampleLevel, int]:
     """The level with its batch size filled in, and the steps of a round, for a silo of so many examples."""
     privacy = job.privacy
@@ -232,6 +239,8 @@ def example_charge(job: JobConfig, examples: int, noise_multiplier: float | None
 
     Raises `PrivacyError` for too few of them.
     """
+    if job.releases_sums:
+        return sums_charge(noise_for(job, 1, 1) if noise_multiplier is None else noise_multiplier)
     privacy, steps = example_training(job, examples)
     if noise_multiplier is not None:
         privacy = privacy.model_copy(update={"noise_multiplier": noise_multiplier})

@@ -146,6 +146,10 @@ def privacy_plan(job: JobConfig, population: int, dimension: int) -> PrivacyPlan
     Raises `PrivacyError` for a job without privacy, and where no noise keeps the budget.
     """
     privacy, rounds = level_of(job), max(1, job.rounds)
+    if job.releases_sums:
+        raise PrivacyError(
+            "the job is an analysis: `roundtable analyse FILE --plan` says what each question costs"
+        )
     forecast = _Forecast(job, noise_for(job, population, dimension), population, dimension)
     rows = tuple(
         Row(upto, forecast.epsilon(upto), forecast.signal_to_noise(upto))

@@ -45,8 +45,8 @@ _TRUST = {
         "planned finish each round, and that the secure aggregation is not broken."
     ),
     "example": (
-        "Each silo adds the noise to its own training, before anything leaves it. No other party is "
-        "trusted. The "
+        "Each silo adds the noise to its own training, or to the sums that it releases, before anything "
+        "leaves it. No other party is trusted. The "
         "guarantee is each silo's own and covers its records; it does not hide that the silo took part. "
         f"{DRAWN_SILOS}"
     ),
@@ -94,7 +94,8 @@ def account_statement(
     """The same about an account that jobs of several `levels` have charged; with `silo`, about that one."""
     unit = _UNIT[charges[0].unit if charges else "client"]
     if silo:
-        unit = f"all data of the silo {silo}"
+        what = "any one record" if charges and charges[0].unit == "example" else "all data"
+        unit = f"{what} of the silo {silo}"
     if not charges:
         return f"Nothing has been released yet that depends on {unit}."
     sampling = sorted({_SAMPLED[charge.sampling] for charge in charges if charge.sampling != "none"})

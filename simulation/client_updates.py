@@ -171,6 +171,11 @@ class ClientUpdates:
             warnings.warn(f"{client}: {told[name]} (said once for this metric)", stacklevel=2)
         self._warned |= told.keys()
 
+    def _samples(self) -> bool:
+        """Whether the level draws records, of which somebody has to know how many there are."""
+        job = self.world.job
+        return isinstance(job.privacy, ExampleLevel) and not job.releases_sums
+
     def _refused(self, indices: Sequence[int]) -> dict[int, Failed]:
         """The clients whose own accounts do not hold a round; the others have paid for it."""
         refused = {}
@@ -178,7 +183,7 @@ class ClientUpdates:
         for index, examples in zip(indices, counts, strict=True):
             client = self.world.names[index]
             try:
-                if examples is None and isinstance(self.world.job.privacy, ExampleLevel):
+                if examples is None and self._samples():
                     raise PrivacyError(CANNOT_SAMPLE)
                 self._ledger.pay(client, examples or 0)
             except PrivacyError as error:

@@ -30,6 +30,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--model", type=_FILE, help="Write boosted trees as xgboost's JSON into this file.")
 @click.option("--report", type=_FILE, help="Sign the answers of a coordinator's silos into this JSON file.")
 @click.option("--check", "checked", type=_FILE, help="Show the answers of a signed report, if it is genuine.")
+@click.option("--plan", "planned", is_flag=True, help="Say what the survey costs in epsilon, and ask nobody.")
 @json_option
 @click.pass_context
 def analyse(
@@ -44,6 +45,7 @@ def analyse(
     model: Path | None,
     report: Path | None,
     checked: Path | None,
+    planned: bool,
     as_json: bool,
 ) -> int:
     """Answer the questions of a survey.
@@ -58,6 +60,10 @@ def analyse(
             "say what to answer: the FILE of a survey, --job with an analysis's identifier, or --check with "
             "a signed report"
         )
+    if planned:
+        if file is None:
+            raise click.UsageError("a plan is of the FILE of a survey")
+        return _planned(load_survey(file, overrides), as_json)
     if checked is not None:
         findings = _checked(checked, credentials, as_json)
     elif file is None:
@@ -85,6 +91,35 @@ def analyse(
     if model is not None:
         findings.save_model(model)
     return 0 if all(not answer.why for answer in findings.answers) else 1
+
+
+def _planned(survey: SurveyFile, as_json: bool) -> int:
+    from roundtable.surveys import survey_plan
+
+    plan = survey_plan(survey)
+    if as_json:
+        print_json(plan.to_dict())
+        return 0
+    say(
+        f"This survey costs epsilon = {plan.epsilon:.4g} at delta = {plan.delta:g} of each silo's account: "
+        "it hides whether any one row is there, whatever the row holds."
+    )
+    rows = [
+        [
+            each.title,
+            each.ask,
+            f"{each.epsilon:.4g}",
+            ", ".join(f"{k} {v:.4g}" for k, v in each.noise.items()),
+        ]
+        for each in plan.questions
+    ]
+    say()
+    print_table(["question", "ask", "epsilon alone", "noise of a silo (sd)"], rows, "nothing")
+    say(
+        f"  all questions share one release with noise multiplier {plan.noise_multiplier:.4g}; noise is on "
+        "counts, and on sums of columns scaled to [-1, 1]; over n silos it is √n times as large"
+    )
+    return 0
 
 
 def _here(survey: SurveyFile, file: Path) -> SurveyAnswers:
@@ -160,7 +195,13 @@ def _of_job(
 def show(findings: SurveyAnswers) -> None:
     """The answers as tables, one below the other."""
     masked = "their sums were masked" if findings.masked else "each one's sums were seen"
-    say(f"{findings.name}: {findings.silos} silos, {findings.rounds} rounds; {masked}.")
+    if (privacy := findings.privacy) is not None:
+        cost = f"epsilon = {privacy['epsilon']:.4g} at delta = {privacy['delta']:g}"
+        masked = f"each hid its rows by noise ({cost}, a row is there or not)"
+    many = "1 round" if findings.rounds == 1 else f"{findings.rounds} rounds"
+    say(f"{findings.name}: {findings.silos} silos, {many}; {masked}.")
+    if privacy is not None and not privacy["guarantee"]:
+        say("A rehearsal without guarantee: its noise follows from the job's seed. Publish none of it.")
     for answer in findings.answers:
         say()
         say(answer.title)

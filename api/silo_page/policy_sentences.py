@@ -23,6 +23,11 @@ def _of_analyses(given: Mapping[str, Any]) -> str:
         said.append(f"use {', '.join(given['protected'])} neither as an outcome nor as a group")
     if "silos_apart" in given:
         said.append(f"ask of a column among silos that differ by none or at least {given['silos_apart']}")
+    if given.get("epsilon") is not None:
+        said.append(
+            "are answered under differential privacy alone, with noise of this silo's own, at ε of at most "
+            f"{given['epsilon']:g} each"
+        )
     if given.get("a_day") is not None:
         said.append(f"begin at most {given['a_day']} times within 24 hours")
     return f"Analyses {'; they '.join(said)}."

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
 from roundtable.core.algorithms.analysis import LEAST_COUNT, AnalysisTable
 from roundtable.core.config import JobConfig, job_from_json
-from roundtable.core.privacy_table import masking_of
-from roundtable.core.toml_tables import Table
+from roundtable.core.privacy_table import NoPrivacy, masking_of
+from roundtable.core.toml_tables import Finite, Table
 
 DAY = 86400.0
 
@@ -37,6 +37,11 @@ class AnalysesTable(Table):
         3,
         ge=1,
         description="fewest silos by which the cohorts of two masked analyses of a column differ, if they do",
+    )
+    epsilon: Annotated[Finite, Field(gt=0)] | None = Field(
+        None,
+        description="most epsilon of one analysis; without differential privacy (level example) none is then "
+        "answered",
     )
     a_day: int | None = Field(None, ge=1, description="most analyses that may begin within 24 hours")
 
@@ -66,7 +71,7 @@ def analysis_objections(rules: AnalysesTable, job: JobConfig) -> Iterator[str]:
         if job.task.name == "analysis":
             yield 'the task "analysis" answers jobs with [algorithm] name = "analysis", and no others'
         return
-    if asked.least_count < rules.least_count:
+    if asked.least_count < rules.least_count and not job.releases_sums:
         yield (
             f"the analysis tells of {asked.least_count} rows, and this silo of no fewer than "
             f"{rules.least_count} ([policy.analyses] least_count): set least_count = {rules.least_count}"
@@ -110,6 +115,7 @@ def asked_in(job: JobConfig) -> dict[str, Any] | None:
         "questions": [question.model_dump(mode="json", exclude_none=True) for question in asked.questions],
         "least_count": asked.least_count,
         "masked": masking_of(job.privacy) is not None,
+        "epsilon": None if isinstance(job.privacy, NoPrivacy) else job.privacy.epsilon,
     }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from roundtable.client.policy.policy_table import PolicyTable
+from roundtable.core.algorithms.analysis import AnalysisTable
 from roundtable.core.config import JobConfig
 from roundtable.core.privacy_table import (
     Accounted,
@@ -50,6 +51,9 @@ def privacy_objections(policy: PolicyTable, job: JobConfig) -> Iterator[str]:
         if most is not None:
             yield from _to_level(job, rule, most, unit)
     if any(getattr(policy, rule) is not None for rule in ("epsilon", *_BUDGETS)):
+        yield from _to_delta(policy, job)
+    if policy.analyses.epsilon is not None and isinstance(job.algorithm, AnalysisTable):
+        yield from _to_analysis(policy.analyses.epsilon, job)
         yield from _to_delta(policy, job)
 
 
@@ -127,6 +131,18 @@ def _to_level(job: JobConfig, rule: str, most: float, unit: str) -> Iterator[str
     elif privacy.epsilon > most:
         asked = privacy.epsilon
         yield f"the job's privacy.epsilon is {asked:g}, and this silo allows {most:g} ([policy] {rule})"
+
+
+def _to_analysis(most: float, job: JobConfig) -> Iterator[str]:
+    privacy = job.privacy
+    if not job.releases_sums or isinstance(privacy, NoPrivacy):
+        yield (
+            "analyses are answered under differential privacy alone here ([policy.analyses] epsilon): give "
+            f"the survey a table [privacy] with epsilon = {most:g} or less"
+        )
+    elif privacy.epsilon is None or privacy.epsilon > most:
+        stated = "no epsilon" if privacy.epsilon is None else f"epsilon = {privacy.epsilon:g}"
+        yield f"the analysis states {stated}, and one may cost {most:g} here ([policy.analyses] epsilon)"
 
 
 def _to_delta(policy: PolicyTable, job: JobConfig) -> Iterator[str]:

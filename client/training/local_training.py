@@ -24,7 +24,12 @@ from roundtable.client.training.local_work import BeforeBatch, Execution, LocalU
 from roundtable.client.training.micro_batches import CannotSplit
 from roundtable.client.training.module_state import borrowed, isolated_randomness, outside
 from roundtable.client.training.optimizer_state import restore_state, state_tensors
-from roundtable.client.training.private_training import add_own_noise, fit_privately, only_parameters
+from roundtable.client.training.private_training import (
+    SumRelease,
+    add_own_noise,
+    fit_privately,
+    only_parameters,
+)
 from roundtable.client.training.sgd import make_correction
 from roundtable.client.training.silo_account import Protection
 from roundtable.client.training.stream_batches import RoundBatches
@@ -74,7 +79,7 @@ def train(
     context = work.context(None if isinstance(task, ArrayTask) else data, torch.device(execution.device))
     check_privacy(work.job, execution.protection is not None)
     by_example = isinstance(work.job.privacy, ExampleLevel)
-    _check_divisible(task, by_example, execution)
+    _check_divisible(task, by_example and not work.rules().answers, execution)
     seed = derive_seed(work.job.seed, work.round, work.client, "training")
     with isolated_randomness(seed, torch.device(execution.device)):
         if work.rules().answers:
@@ -241,7 +246,17 @@ def _train_arrays(
 def _answered(data: Any, work: LocalWork, execution: Execution, context: Context) -> LocalUpdate:
     """What an algorithm that does not train makes of the data; of how many they are, nothing is told."""
     row = torch.empty(work.layout.sent.size) if execution.out is None else execution.out
-    kept = AlgorithmRound(work, context, ()).answer(data, row)
+    rules = AlgorithmRound(work, context, ())
+    release = None
+    if isinstance(work.job.privacy, ExampleLevel):
+        assert execution.protection is not None, "checked before the work began"
+        release = SumRelease(work.job, execution.protection)
+        rules.round = replace(rules.round, noised=release.noised)
+    kept = rules.answer(data, row)
+    if release is not None and not release.made:
+        raise PrivacyError(
+            f"algorithm {work.job.algorithm.name!r} answers without the noise that its job promises"
+        )
     return LocalUpdate(row, 1, 1, math.nan, {}, kept)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,10 +21,13 @@ from roundtable.core.layout import Layout
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, NoPrivacy
 from roundtable.core.task import AnyTask, ArrayTask, Task, lacks
 from roundtable.privacy import (
+    add_gaussian,
     example_training,
     local_gaussian,
     local_gaussian_charge,
     noise_for,
+    sums_charge,
+    sums_noise,
 )
 from roundtable.privacy.example_level import check_model, make_private
 
@@ -117,6 +122,8 @@ def check_task(task: AnyTask, job: JobConfig, layout: Layout) -> None:
     match job.privacy:
         case NoPrivacy():
             pass
+        case ExampleLevel() if job.releases_sums:
+            pass
         case ExampleLevel():
             _check_gradients(task)
         case privacy:
@@ -166,6 +173,34 @@ def own_noise(job: JobConfig) -> tuple[ClientLocalLevel, float, float]:
         raise PrivacyError(f"privacy.level = {privacy.level!r} has no noise of a silo's own on its update")
     # How many silos there are makes no difference to noise that hides this one from everybody.
     return privacy, privacy.clip_norm, noise_for(job, 1, 1)
+
+
+class SumRelease:
+    """Makes a job's exact sums fit to leave; `made` says whether it was asked to."""
+
+    def __init__(self, job: JobConfig, protection: Protection) -> None:
+        assert isinstance(job.privacy, ExampleLevel), "other levels release no sums"
+        self._job = job
+        self._privacy = job.privacy.model_copy(update={"epsilon": None})
+        self._protection = protection
+        self.made = False
+
+    def noised(self, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """`sums` with their noise. PrivacyError for a job whose settings do not agree, BudgetExceeded where
+        the silo's account does not hold it."""
+        protection = self._protection
+        noise = sums_noise(self._job)
+        self.made = True
+        kept = protection.release
+        if kept is not None and (before := kept.load(sums.size)) is not None:
+            return before
+        # The job's epsilon is of the job alone, as sums_noise has checked; what all may cost, the silo says.
+        protection.pay(self._privacy, sums_charge(noise))
+        exact = torch.from_numpy(np.ascontiguousarray(sums, dtype=np.float64))
+        released = add_gaussian(exact, noise, protection.sources("noise")).vector.numpy()
+        if kept is not None:
+            kept.keep(released)
+        return released
 
 
 def _fetch(data: Any, device: torch.device) -> Callable[[Tensor], Any]:

@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from roundtable.client.durable_files import replace_synced
 from roundtable.core.errors import PrivacyError
@@ -22,17 +26,29 @@ from roundtable.privacy.example_level import SiloAccount, Sources, secure_source
 Payment = Callable[[Private, Charge], None]
 
 
+class EarlierRelease(Protocol):
+    """Where a step keeps what it has released of the silo's records."""
+
+    def load(self, size: int) -> npt.NDArray[np.float64] | None:
+        """What was released before, float64 [size]; None for nothing."""
+
+    def keep(self, released: npt.NDArray[np.float64]) -> None:
+        """Keeps it, durably."""
+
+
 @dataclass
 class Protection:
     """What a silo needs to make an update private itself.
 
     `pay` charges the silo's account, `sources` give the noise, and `mode` is how per-example gradients
-    are made: training replaces "auto" by what it found, for the job's next round.
+    are made: training replaces "auto" by what it found, for the job's next round. `release` keeps sums that
+    have their noise, for whoever asks again; None where nobody does.
     """
 
     pay: Payment
     sources: Sources = secure_sources
     mode: str = "auto"
+    release: EarlierRelease | None = None
 
 
 _WHOSE = "this silo's data"

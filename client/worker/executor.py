@@ -26,6 +26,7 @@ from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.training.tuning import tuner
 from roundtable.client.worker.earlier_readings import READINGS, EarlierReadings
 from roundtable.client.worker.kept_generations import keep_generations
+from roundtable.client.worker.kept_release import KeptRelease
 from roundtable.client.worker.own_model import has_own_model, remember
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
@@ -158,7 +159,10 @@ class Executor:
     def _protection(self, order: Order, mode: str) -> Protection:
         settings, folder = self.settings, Path(self.settings.jobs).parent / "privacy"
         step = (order.job, order.round, order.attempt)
-        return Protection(payment(folder, *step, settings.epsilon, settings.delta), mode=mode)
+        release = KeptRelease(Path(settings.jobs) / order.job / f"released-{order.round}.safetensors")
+        return Protection(
+            payment(folder, *step, settings.epsilon, settings.delta), mode=mode, release=release
+        )
 
     def evaluate(self, order: Order, before_batch: BeforeBatch | None = None) -> Metrics:
         """Evaluates the model, with the silo's own tensors in it, on the silo's test data.

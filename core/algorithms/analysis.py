@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from math import prod
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -34,7 +35,7 @@ from roundtable.core.analyses.survey import Survey
 from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError, TaskError
 from roundtable.core.tables.table_description import Columns
 from roundtable.core.tables.table_reading import DataTable
-from roundtable.core.toml_tables import Name, as_tuple
+from roundtable.core.toml_tables import Finite, Name, as_tuple
 
 LEAST_COUNT = 5
 OPEN = "open_questions"
@@ -54,12 +55,22 @@ class AnalysisTable(AlgorithmTable):
         LEAST_COUNT, ge=1, le=10**6, description="fewest rows of a cell or group that is told of"
     )
 
+    noise_multiplier: Finite | None = Field(
+        None,
+        gt=0,
+        description="answer once, under differential privacy: that of [privacy], with level example",
+    )
+
     @model_validator(mode="after")
     def _does_not_train(self) -> AnalysisTable:
         for key, field in AlgorithmTable.model_fields.items():
             if key != "name" and getattr(self, key) != field.default:
                 raise ValueError(f"{key} is of training, and an analysis counts and adds up: leave it out")
         return self
+
+    @override
+    def sums_noise(self) -> float | None:
+        return self.noise_multiplier
 
     @override
     def why_masked(self) -> str:
@@ -74,8 +85,8 @@ class AnalysisTable(AlgorithmTable):
 
     @property
     def survey(self) -> Survey:
-        """The questions. ConfigError for one that the columns do not allow."""
-        return Survey.of(self.columns, self.questions, self.least_count)
+        """The questions. ConfigError for one that the columns do not allow, or privacy."""
+        return Survey.of(self.columns, self.questions, self.least_count, self.noise_multiplier)
 
 
 class Analysis(ClientAlgorithm):
@@ -84,11 +95,12 @@ class Analysis(ClientAlgorithm):
     Table = AnalysisTable
     answers = True
     composition = Composition(
+        levels=frozenset({"none", "example"}),
         weightings=frozenset({"uniform"}),
         server_optimizer=False,
         rules="mean",
         arrays=True,
-        reason="an analysis adds up exact sums, and no noise is made for them yet",
+        reason="an analysis adds up exact sums, or sums to which each silo adds the noise that hides a row",
     )
 
     def __init__(self, table: AlgorithmTable) -> None:
@@ -109,6 +121,7 @@ class Analysis(ClientAlgorithm):
                 _SUMS,
                 (self.survey.sum_places.size,),
                 clipping="joint",
+                noise="joint",
                 masks="sum",
             ),
             AlgorithmPlace(_PUBLIC, (self.survey.public_places.size,), sent=False),
@@ -125,6 +138,10 @@ class Analysis(ClientAlgorithm):
             raise TaskError('an analysis goes with task = "analysis", which reads the silo\'s tables')
         public = survey.public_places.unpack(round.down[_PUBLIC])
         first = not public["silos"][0]
+        if (round.noised is None) != (self.of.noise_multiplier is None):
+            raise PrivacyError("an analysis has a noise_multiplier under level example, and under no other")
+        if round.noised is not None:
+            return self._released(round, data.read(name, survey.needed, fresh=True, lenient=True))
         table: DataTable = data.read(name, survey.needed, fresh=first)
         seen = _fingerprint(table)
         if not first:
@@ -142,6 +159,21 @@ class Analysis(ClientAlgorithm):
             round.compare(name, table, self.of.least_count)
         digits = survey.sum_places.encode(sums)
         return Sent(torch.zeros_like(round.vector), {_SUMS: digits}, {_SEEN: seen})
+
+    def _released(self, round: ClientRound, table: DataTable) -> Sent:
+        """The sums with their noise, whatever the rows and the public numbers are: each refusal by rows would
+        tell of one."""
+        assert round.noised is not None
+        places = self.survey.sum_places
+        exact = {
+            f"{number}.{name}": values
+            for number, question in enumerate(self.survey.questions)
+            for name, values in question.sums(table, {}, 0).items()
+        }
+        noised = round.noised(np.concatenate([exact[name].ravel() for name in places.reals]))
+        ends = np.cumsum([prod(shape) for shape in places.reals.values()])[:-1]
+        released = dict(zip(places.reals, np.split(noised, ends), strict=True))
+        return Sent(torch.zeros_like(round.vector), {_SUMS: places.encode(released)})
 
 
 class AnalysisServer(ServerAlgorithm):

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,7 @@ from roundtable.core.layout import Layout
 from roundtable.core.tables.table_reading import DataTable
 
 Compare = Callable[[str, DataTable, int], None]
+Noised = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,9 @@ class ClientRound:
     is clipped by the job, None where it is not. `tune(module, steps, rate)` takes steps of plain SGD with the
     job's batches on a module; in an evaluation alone. alone: whether others see what
     this client sends as its own, as at a silo without masks. `compare(name, table, least)` raises where the
-    table differs from what analyses read before in fewer rows, and keeps it. scratch: what hooks hand to
-    later hooks of the same round.
+    table differs from what analyses read before in fewer rows, and keeps it. `noised(sums)`, at level
+    example, gives float64 numbers that one record changes by 1 at most (L2) with the noise that hides it.
+    scratch: what hooks hand to later hooks of the same round.
     """
 
     context: Context
@@ -123,6 +127,7 @@ class ClientRound:
     bound: float | None = None
     alone: bool = False
     compare: Compare | None = None
+    noised: Noised | None = None
     scratch: dict[str, Any] = field(default_factory=dict)
 
     def on_trained(self, values: Tensor) -> Tensor:

@@ -28,6 +28,10 @@ class AlgorithmTable(Table):
     """Whether updates are digits of exact sums: nothing of them may be rounded, clipped or left out, and all
     clients are in every round."""
 
+    def sums_noise(self) -> float | None:
+        """The multiplier of the noise on sums that one record changes by 1; None without such sums."""
+        return None
+
     name: str = Field("fedavg", description="built in, installed, or a file beside the job as file.py:Class")
     epochs: int | None = Field(
         None, ge=1, description="passes over the silo's data a round; default: 1 where no steps are given"

@@ -91,6 +91,7 @@ class OwnCode(Protocol):
 class OwnTable(AskTable):
     """An analysis of one's own: the code that the survey names."""
 
+    why_exact: ClassVar[str] = "nothing bounds what one row changes of the sums that other code makes"
     ask: Literal["own"] = Field(description="this kind of question")
     form: OwnForm | None = Field(
         None, description="what it reads and sends; written from the code where the survey is read"

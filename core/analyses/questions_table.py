@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import override
 
 from roundtable.core.analyses.ask_table import AskTable, Described, Names, different
 from roundtable.core.analyses.boosted_trees.trees_table import BoostedTreesTable
 from roundtable.core.analyses.correlations import Correlation
 from roundtable.core.analyses.counted_cells import ColumnHistogram, Contingency
 from roundtable.core.analyses.moments import Anova, Describe, TTest
+from roundtable.core.analyses.noisy.noisy_cells import NoisyContingency, NoisyHistogram
+from roundtable.core.analyses.noisy.noisy_moments import NoisyDescribe, NoisyTTest
+from roundtable.core.analyses.noisy.noisy_products import NoisyCorrelation
+from roundtable.core.analyses.noisy.noisy_quantiles import NoisyQuantiles
+from roundtable.core.analyses.noisy.noisy_question import NoisyQuestion
 from roundtable.core.analyses.order_statistics import Quantiles
 from roundtable.core.analyses.own_question import OwnTable
 from roundtable.core.analyses.question import Question
@@ -61,6 +67,10 @@ class DescribeTable(AskTable):
         """The question."""
         return Describe(columns, least, title, self.columns, self.by)
 
+    @override
+    def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        return NoisyDescribe(columns, title, self.columns, self.by)
+
 
 class CorrelationTable(AskTable):
     """Covariances and correlations."""
@@ -77,6 +87,10 @@ class CorrelationTable(AskTable):
         """The question."""
         return Correlation(columns, least, title, self.columns)
 
+    @override
+    def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        return NoisyCorrelation(columns, title, self.columns)
+
 
 class HistogramTable(AskTable):
     """A histogram over the column's range."""
@@ -89,6 +103,10 @@ class HistogramTable(AskTable):
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
         return ColumnHistogram(columns, least, title, self.column, self.bins, self.by)
+
+    @override
+    def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        return NoisyHistogram(columns, title, self.column, self.bins, self.by)
 
 
 class QuantilesTable(AskTable):
@@ -105,6 +123,10 @@ class QuantilesTable(AskTable):
         """The question."""
         return Quantiles(columns, least, title, self.column, self.at, self.method)
 
+    @override
+    def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        return NoisyQuantiles(columns, title, self.column, self.at)
+
 
 class ContingencyTable(AskTable):
     """Rows in each cell of two categories, with the chi-square test."""
@@ -118,6 +140,10 @@ class ContingencyTable(AskTable):
         """The question."""
         return Contingency(columns, least, title, self.rows, self.columns, self.yates)
 
+    @override
+    def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        return NoisyContingency(columns, title, self.rows, self.columns, self.yates)
+
 
 class TTestTable(AskTable):
     """Student's and Welch's t-test between two groups."""
@@ -129,6 +155,10 @@ class TTestTable(AskTable):
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
         return TTest(columns, least, title, (self.column,), self.by)
+
+    @override
+    def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        return NoisyTTest(columns, title, (self.column,), self.by)
 
 
 class AnovaTable(AskTable):

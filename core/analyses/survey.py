@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from roundtable.core.analyses.exact_sums import Doubles, PublicPlaces, Shape, SumPlaces
+from roundtable.core.analyses.noisy.noisy_question import NoisyQuestion, fair_shares
 from roundtable.core.analyses.question import DONE, Answer, Question
 from roundtable.core.analyses.questions_table import AnyQuestion
 from roundtable.core.errors import ConfigError
@@ -21,25 +23,57 @@ MOST_VALUES = 1 << 22
 
 @dataclass(frozen=True)
 class Survey:
-    """The questions with the places of their sums and public numbers, alike at every party."""
+    """The questions with the places of their sums and public numbers, alike at every party.
+
+    `shares` is each question's part of the survey's privacy (w², which add up to 1); None without noise.
+    """
 
     columns: Mapping[str, ColumnTable]
     questions: Sequence[Question]
+    shares: Sequence[float] | None = None
 
     @classmethod
-    def of(cls, columns: Mapping[str, ColumnTable], asked: Sequence[AnyQuestion], least: int) -> Survey:
-        """The survey that these tables ask. ConfigError for a question that the columns do not allow."""
-        questions = [
-            each.make(columns, least, each.name or f"question {number} ({each.ask})")
-            for number, each in enumerate(asked, 1)
-        ]
-        survey = cls(columns, questions)
+    def of(
+        cls,
+        columns: Mapping[str, ColumnTable],
+        asked: Sequence[AnyQuestion],
+        least: int,
+        noise_multiplier: float | None = None,
+    ) -> Survey:
+        """The survey that these tables ask, with noise of this multiplier at each silo where one is given.
+        ConfigError for a question that the columns, or privacy, do not allow."""
+        titles = [each.name or f"question {number} ({each.ask})" for number, each in enumerate(asked, 1)]
+        if noise_multiplier is not None:
+            survey = cls._with_noise(columns, asked, titles, noise_multiplier)
+        else:
+            if weighted := [title for title, each in zip(titles, asked, strict=True) if each.weight != 1.0]:
+                raise ConfigError(f"{weighted[0]}: weight divides a budget, and the survey has no [privacy]")
+            survey = cls(
+                columns,
+                [each.make(columns, least, title) for title, each in zip(titles, asked, strict=True)],
+            )
         if survey.sum_places.size > MOST_VALUES:
             raise ConfigError(
                 f"the survey's sums take {survey.sum_places.size:,} values of a silo's vector, and "
                 f"{MOST_VALUES:,} are allowed: ask fewer questions at a time"
             )
         return survey
+
+    @classmethod
+    def _with_noise(
+        cls,
+        columns: Mapping[str, ColumnTable],
+        asked: Sequence[AnyQuestion],
+        titles: Sequence[str],
+        noise_multiplier: float,
+    ) -> Survey:
+        made: list[NoisyQuestion] = [
+            each.make_noisy(columns, title) for title, each in zip(titles, asked, strict=True)
+        ]
+        shares = fair_shares(list(zip(made, [each.weight for each in asked], strict=True)))
+        for question, own in zip(made, shares, strict=True):
+            question.share(own, noise_multiplier)
+        return cls(columns, made, [math.fsum(own.values()) for own in shares])
 
     @property
     def rounds(self) -> int:
@@ -116,8 +150,9 @@ class Survey:
 
     def answers(self, public: Mapping[str, Doubles], code: Any = None) -> list[Answer]:
         """What the public numbers say, a question each; `code` answers what is not built in."""
+        silos = {"silos": public["silos"]}
         return [
-            question.run_by(code).report(_own(public, number))
+            question.run_by(code).report(_own(public, number) | silos)
             for number, question in enumerate(self.questions)
         ]
 

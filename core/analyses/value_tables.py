@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from roundtable.core.analyses.ask_table import AskTable, Described, Names, different
+from roundtable.core.analyses.noisy.noisy_cells import NoisyTopValues
+from roundtable.core.analyses.noisy.noisy_question import NoisyQuestion
 from roundtable.core.analyses.principal_components import Components
 from roundtable.core.analyses.question import Question
 from roundtable.core.analyses.ranked_values import MannWhitney, TopValues
@@ -47,6 +50,10 @@ class TopValuesTable(AskTable):
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
         return TopValues(columns, least, title, self.column, self.most, self.every)
+
+    @override
+    def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        return NoisyTopValues(columns, title, self.column, self.most, self.every)
 
 
 class ComponentsTable(AskTable):

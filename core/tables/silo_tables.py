@@ -52,16 +52,22 @@ class SiloTables(Mapping[str, DataTableTable]):
         return sum(1 for _ in self)
 
     def read(
-        self, name: str, wanted: Mapping[str, ColumnTable] | None = None, *, fresh: bool = False
+        self,
+        name: str,
+        wanted: Mapping[str, ColumnTable] | None = None,
+        *,
+        fresh: bool = False,
+        lenient: bool = False,
     ) -> DataTable:
-        """A table's columns: those that a study needs, or all that are described; `fresh` reads them again.
+        """A table's columns: those that a study needs, or all that are described; `fresh` reads them again,
+        `lenient` refuses no table for single values (see `read_columns`).
 
         Raises TaskError, that names the table, for what is missing, described otherwise or no value of its
         column.
         """
         key = None if wanted is None else sorted((name, repr(column)) for name, column in wanted.items())
         held = self._read.get(name)
-        if held is not None and held[0] == key and not fresh:
+        if held is not None and held[0] == (key, lenient) and not fresh:
             return held[1]
         table = self[name]
         place = Path(table.file).name if table.file is not None else "its database"
@@ -70,10 +76,10 @@ class SiloTables(Mapping[str, DataTableTable]):
                 names = set(column_names(table))
                 if unlike := differences(wanted, table.columns, names):
                     raise TaskError("; ".join(unlike))
-            found = read_columns(table, wanted)
+            found = read_columns(table, wanted, lenient=lenient)
         except TaskError as error:
             raise TaskError(f"table {name!r} ({place}): {error}") from None
-        self._read[name] = key, found
+        self._read[name] = (key, lenient), found
         return found
 
 

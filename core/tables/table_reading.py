@@ -46,20 +46,23 @@ class DataTable:
         return np.column_stack([self.column(name) for name in names])
 
 
-def read_columns(table: DataTableTable, wanted: Mapping[str, ColumnTable] | None = None) -> DataTable:
+def read_columns(
+    table: DataTableTable, wanted: Mapping[str, ColumnTable] | None = None, *, lenient: bool = False
+) -> DataTable:
     """The columns of a table, checked by their descriptions: `wanted` those that a study needs; None for all
-    that the table describes.
+    that the table describes. Where it is `lenient`, what is no value of its column is missing, and the range
+    is left to who uses it: under differential privacy a refusal would tell of the row that it is about.
 
     What the silo says of a column (missing codes, range, values) holds beside what the study says. Raises
     TaskError that names column and row for a value that is none, or not in its range; of a value itself it
     tells nothing, as messages leave the silo.
     """
     needed = dict(table.columns if wanted is None else wanted)
-    raw = raw_columns(table, list(needed))
+    raw = raw_columns(table, list(needed), lenient=lenient)
     found = {}
     for name, description in needed.items():
         own = table.columns.get(name, description)
-        found[name] = _checked(name, raw[name], description, own)
+        found[name] = _checked(name, raw[name], description, own, lenient)
     return DataTable(found, needed)
 
 
@@ -68,8 +71,11 @@ def column_names(table: DataTableTable) -> list[str]:
     return list(_source(table).names)
 
 
-def raw_columns(table: DataTableTable, names: Sequence[str]) -> dict[str, list[Any]]:
-    """These columns as they stand there. TaskError where the table or a column is missing."""
+def raw_columns(
+    table: DataTableTable, names: Sequence[str], *, lenient: bool = False
+) -> dict[str, list[Any]]:
+    """These columns as they stand there; where it is `lenient`, a row of another length is missing in all.
+    TaskError where the table or a column is missing."""
     source = _source(table)
     if lost := [name for name in names if name not in source.names]:
         raise TaskError(
@@ -78,7 +84,9 @@ def raw_columns(table: DataTableTable, names: Sequence[str]) -> dict[str, list[A
     places = [source.names.index(name) for name in names]
     columns: list[list[Any]] = [[] for _ in names]
     for number, row in enumerate(source.rows, 1):
-        if len(row) != len(source.names):
+        if len(row) != len(source.names) and lenient:
+            row = [None] * len(source.names)
+        elif len(row) != len(source.names):
             raise TaskError(
                 f"row {number} of the table has {len(row)} values where there are {len(source.names)} columns"
             )
@@ -144,7 +152,9 @@ def _of_database(url: str, query: str) -> _Source:
         engine.dispose()
 
 
-def _checked(name: str, values: Sequence[Any], study: ColumnTable, silo: ColumnTable) -> Values:
+def _checked(
+    name: str, values: Sequence[Any], study: ColumnTable, silo: ColumnTable, lenient: bool
+) -> Values:
     missing = {code_key(code) for table in (study, silo) for code in table.missing}
     meant = {code_key(code): value for table in (study, silo) for code, value in table.recode.items()}
     places = {code_key(value): place for place, value in enumerate(study.values)}
@@ -152,9 +162,14 @@ def _checked(name: str, values: Sequence[Any], study: ColumnTable, silo: ColumnT
     for number, value in enumerate(values):
         key = "" if value is None else code_key(int(value) if isinstance(value, bool) else value)
         key = code_key(meant[key]) if key in meant else key
-        found[number] = _number(name, number + 1, key, missing, places, study.kind)
+        try:
+            found[number] = _number(name, number + 1, key, missing, places, study.kind)
+        except TaskError:
+            if not lenient:
+                raise
+            found[number] = np.nan
     for table in (study, silo):
-        if table.kind != "number":
+        if table.kind != "number" or lenient:
             continue
         below = found < table.least if table.least is not None else np.zeros(len(found), bool)
         above = found > table.most if table.most is not None else np.zeros(len(found), bool)

@@ -126,6 +126,11 @@ def check_exact(job: JobConfig, said: str) -> None:
     masking = masking_of(job.privacy)
     if masking is None and (why := job.algorithm.why_masked()):
         raise PrivacyError(why)
+    if (job.algorithm.sums_noise() is None) != isinstance(job.privacy, NoPrivacy):
+        raise PrivacyError(
+            f"{said} and privacy.level = {job.privacy.level!r}: level example and algorithm.noise_multiplier "
+            "go together, and neither without the other; `roundtable analyse` sets both"
+        )
     fixed = cohort.size is not None and cohort.minimum == cohort.size
     plain = transfer.up == "float32" and transfer.down == "float32"
     wanted = [

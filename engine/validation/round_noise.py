@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roundtable.privacy import CentralDP, Charge, MatrixMechanism, local_gaussian_charge
+from roundtable.privacy import CentralDP, Charge, MatrixMechanism, local_gaussian_charge, sums_charge
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,17 @@ class CorrelatedRounds:
 
 @dataclass(frozen=True)
 class SiloNoise:
-    """Each silo adds all of the noise that hides its update (level `client_local`)."""
+    """Each silo adds all of the noise that hides its update (level `client_local`), or `of_sums` a record in
+    the sums that are its update (level `example`)."""
 
     noise_multiplier: float
+    of_sums: bool = False
 
     @property
     def charge(self) -> Charge:
         """What a round costs each silo that answers it."""
-        return local_gaussian_charge(self.noise_multiplier)
+        made = sums_charge if self.of_sums else local_gaussian_charge
+        return made(self.noise_multiplier)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ from roundtable.privacy import (
     distributed_noise,
     noise_for,
     sampling_of,
+    sums_noise,
     weak_signal,
 )
 
@@ -177,7 +178,7 @@ class Plan:
 def weak_signal_of(job: JobConfig, plan: Plan, population: int, dimension: int) -> str | None:
     """A warning with the ratio where noise leaves little of any signal; `dimension` is the layout's size."""
     privacy = plan.privacy
-    if isinstance(privacy, NoPrivacy) or dimension == 0:
+    if isinstance(privacy, NoPrivacy) or dimension == 0 or job.releases_sums:
         return None
     noise = privacy.noise_multiplier
     if isinstance(plan.noise, FreshNoise | CorrelatedRounds | SiloNoise):
@@ -305,6 +306,8 @@ def _noise(job: JobConfig, population: int, slices: tuple[slice, ...], spent: Se
             return NoiseInShares(
                 distributed_noise(job, sum(part.stop - part.start for part in slices)).charge
             )
+        case ExampleLevel() if job.releases_sums:
+            return SiloNoise(sums_noise(job), of_sums=True)
         case _:
             return NoiseElsewhere()
 

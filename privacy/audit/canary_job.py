@@ -89,6 +89,11 @@ class CanaryJob:
                 f'round.mode = "{job.round.mode}": an audit reads rounds that all begin with one model; '
                 "audit the job with synchronous rounds"
             )
+        if job.releases_sums:
+            raise PrivacyError(
+                "the job is an analysis, and a canary is a record that trains: benchmarks/survey_privacy.py "
+                "audits the noise of analyses"
+            )
         population = clients
         match privacy:
             case DistributedLevel():

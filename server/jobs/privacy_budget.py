@@ -113,7 +113,7 @@ class Account:
 
     async def guarantee(self, step: m.Step) -> Guarantee:
         """The guarantee of the model that this step publishes; its own charge is counted."""
-        if isinstance(self._privacy, ExampleLevel):
+        if isinstance(self._privacy, ExampleLevel) and self._plan.silo_charge is None:
             return Guarantee(silo_statement(self._privacy), {})
         known = await self._database.read(lambda connection: totals(connection, self.population))
         jobs = await self._database.read(lambda connection: jobs_of(connection, self.population))
@@ -135,8 +135,11 @@ class Account:
 
 
 def budgets_of(privacy: NoPrivacy | Private, population: str) -> list[Budget]:
-    """The budget that a job brings itself: none or one."""
-    if isinstance(privacy, NoPrivacy) or privacy.epsilon is None:
+    """The budget that a job brings for its population's account: none or one.
+
+    At level example it is of each silo's own account, or, where sums are released, of the job alone.
+    """
+    if isinstance(privacy, NoPrivacy | ExampleLevel) or privacy.epsilon is None:
         return []
     return [Budget(population, privacy.epsilon, privacy.delta, privacy.accountant, privacy.population)]
 

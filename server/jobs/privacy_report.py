@@ -85,7 +85,10 @@ def books(connection: Connection, population: str) -> tuple[list[Books], list[st
         for name in names
         if population in ("", name)
     ]
-    return chosen, [job for job, privacy in jobs.items() if isinstance(privacy, ExampleLevel)]
+    charged = {job for name in names for job in jobs_of(connection, name)}
+    return chosen, [
+        job for job, privacy in jobs.items() if isinstance(privacy, ExampleLevel) and job not in charged
+    ]
 
 
 def accounts_at(kept: Sequence[Books], delta: float) -> list[PopulationAccount]:
@@ -126,7 +129,7 @@ def job_privacy(
     if isinstance(privacy, NoPrivacy):
         return told
     told = replace(told, delta=privacy.delta, budget=privacy.epsilon)
-    if isinstance(privacy, ExampleLevel):
+    if isinstance(privacy, ExampleLevel) and plan.silo_charge is None:
         return replace(told, statement=silo_statement(privacy))
     measure = (privacy.delta, privacy.accountant)
     all_of_it = [

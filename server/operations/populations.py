@@ -33,7 +33,7 @@ class Populations:
 
 def check_counted(job: JobConfig, budget: Budget | None) -> None:
     """Raises PrivacyError for a job whose charges would pass the budget of its population unseen."""
-    if budget is None or not isinstance(job.privacy, NoPrivacy | ExampleLevel):
+    if budget is None or job.releases_sums or not isinstance(job.privacy, NoPrivacy | ExampleLevel):
         return
     what = "it has no guarantee" if isinstance(job.privacy, NoPrivacy) else "the silos alone keep its account"
     raise PrivacyError(

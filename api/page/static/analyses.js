@@ -43,7 +43,7 @@ export function analysis(id) {
     try {
       const found = await read(`/api/analysis/${encodeURIComponent(id)}`);
       fill(answers,
-        h("p", {}, `${found.silos} silos answered in ${found.rounds} rounds; ${found.secure_aggregation ? "their sums were masked" : "each one's sums were seen"}. Cells of fewer than ${found.least_count} rows are hidden.`),
+        h("p", {}, `${found.silos} silos answered in ${found.rounds} rounds; ${howSeen(found)}`),
         found.answers.map((/** @type {any} */ answer) => answerOf(answer)),
         h("div", { class: "bar" }, h("button", { type: "button", onclick: () => download(`${found.name}.csv`, tableOf(found.answers)) }, "CSV"), h("button", { type: "button", onclick: () => print() }, "Print")));
     } catch (error) {
@@ -61,6 +61,13 @@ export function analysis(id) {
   };
   const work = h("p", {}, h("a", { href: `/jobs/${encodeURIComponent(id)}`, "data-link": true }, "The job's rounds, silos and events"));
   return { title: "Analysis", node: h("div", {}, title, work, answers), topics: [topic], update };
+}
+
+/** @param {any} found */
+function howSeen(found) {
+  const spent = found.privacy;
+  if (spent) return `each hid its rows by noise (ε = ${number(spent.epsilon)} at δ = ${spent.delta}, a row is there or not).`;
+  return `${found.secure_aggregation ? "their sums were masked" : "each one's sums were seen"}. Cells of fewer than ${found.least_count} rows are hidden.`;
 }
 
 /** @param {any} answer */

@@ -109,13 +109,16 @@ function axes(x, y, across, up, name, high) {
 
 /** @param {any} answer */
 function histogram(answer) {
-  const { edges, counts } = answer.values;
+  // Noisy counts have intervals, and may be below 0.
+  const { edges, counts, intervals = {} } = answer.values;
   const groups = Object.entries(counts);
-  const most = Math.max(1, ...groups.flatMap(([, each]) => each.map((/** @type {any} */ count) => count ?? 0)));
+  const spans = /** @type {[number, number][][]} */ (groups.map(([label]) => intervals[label] ?? []));
+  const most = Math.max(1, ...groups.flatMap(([, each]) => each.map((/** @type {any} */ count) => count ?? 0)), ...spans.flat(2));
   const x = scale(edges[0], edges.at(-1), LEFT, WIDE - 12);
   const y = scale(0, most, HIGH - BELOW, 10);
-  const bars = groups.map(([, each], at) => svg("path", { ...look(at), d: each.map((/** @type {any} */ count, /** @type {number} */ bin) => (count === null ? "" : `M${x(edges[bin])} ${y(0)}V${y(count)}H${x(edges[bin + 1])}V${y(0)}`)).join("") }));
-  return figure(answer.title, [...axes(x, y, ticksOf(edges[0], edges.at(-1)), ticksOf(0, most), String(answer.header[0]).replace(/ from$/, ""), HIGH), ...bars], groups.map(([label]) => label));
+  const bars = groups.map(([, each], at) => svg("path", { ...look(at), d: each.map((/** @type {any} */ count, /** @type {number} */ bin) => (count === null ? "" : `M${x(edges[bin])} ${y(0)}V${y(Math.max(0, count))}H${x(edges[bin + 1])}V${y(0)}`)).join("") }));
+  const ends = spans.map((each, at) => svg("path", { ...look(at), d: each.map(([low, high], bin) => `M${x((edges[bin] + edges[bin + 1]) / 2)} ${y(low)}V${y(high)}`).join("") }));
+  return figure(answer.title, [...axes(x, y, ticksOf(edges[0], edges.at(-1)), ticksOf(0, most), String(answer.header[0]).replace(/ from$/, ""), HIGH), ...bars, ...ends], groups.map(([label]) => label));
 }
 
 /** @param {any} answer */

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from roundtable.core.analyses.ask_table import AskTable
 from roundtable.core.analyses.boosted_trees.boosted_cox import BoostedHazards
 from roundtable.core.analyses.boosted_trees.boosting import BoostedTrees
 from roundtable.core.analyses.boosted_trees.boosting_objectives import POISSON_STEP
@@ -15,7 +16,7 @@ from roundtable.core.analyses.boosted_trees.split_choice import Growth
 from roundtable.core.analyses.question import Question
 from roundtable.core.errors import ConfigError
 from roundtable.core.tables.table_description import ColumnName, ColumnTable
-from roundtable.core.toml_tables import Finite, Table, as_tuple
+from roundtable.core.toml_tables import Finite, as_tuple
 
 Features = Annotated[tuple[ColumnName, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=200)]
 Edges = Annotated[tuple[Finite, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=1024)]
@@ -24,10 +25,12 @@ MOST_NODES = 1 << 17
 """Places of all trees of a question."""
 
 
-class BoostedTreesTable(Table):
+class BoostedTreesTable(AskTable):
     """Gradient-boosted trees, as xgboost grows them on the pooled rows."""
 
-    name: str | None = Field(None, min_length=1, max_length=100, description="title of the answer")
+    why_exact: ClassVar[str] = (
+        "a row is in every feature's histogram, node after node, and no noise is made for all of them yet"
+    )
     ask: Literal["boosted_trees"] = Field(description="this kind of question")
     outcome: ColumnName = Field(
         description="a number (squared error), or a category (logistic or multinomial loss)"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from roundtable.core.analyses.ask_table import AskTable, Described, Names, different
+from roundtable.core.analyses.noisy.noisy_products import NoisyLinear
+from roundtable.core.analyses.noisy.noisy_question import NoisyQuestion
 from roundtable.core.analyses.question import Question
 from roundtable.core.analyses.regression import Linear
 from roundtable.core.analyses.regressions.count_regression import NegativeBinomial, Poisson
@@ -20,6 +23,7 @@ from roundtable.core.toml_tables import Finite
 
 
 class _RegressionTable(AskTable):
+    why_exact: ClassVar[str] = "each step of its fit asks the rows again, and no bounded steps are made yet"
     outcome: ColumnName = Field(description="what is explained")
     on: Names = Field(description="what explains it: numbers, and categories as one column for each value")
 
@@ -47,6 +51,10 @@ class LinearTable(_RegressionTable):
         if self.weights is not None:
             return WeightedLinear(columns, least, title, self.outcome, self.on, self.weights)
         return Linear(columns, least, title, self.outcome, self.on)
+
+    @override
+    def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        return NoisyLinear(columns, title, self.outcome, self.on)
 
 
 class LogisticTable(_RegressionTable):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -17,6 +17,9 @@ from roundtable.core.toml_tables import Finite, as_tuple
 
 
 class _TimesTable(AskTable):
+    why_exact: ClassVar[str] = (
+        "a person is in the risk sets of all earlier times, and no noise is made for sums over them"
+    )
     time: ColumnName = Field(description="numbers from 0 on: time to the event, or to the last look")
     event: ColumnName = Field(description="a category of two values: censored, then the event")
     every: Finite = Field(gt=0, description="width of the grid of times; a time counts as its interval's end")

@@ -1,0 +1,1 @@
+"""Questions that are answered under differential privacy: one release of sums of bounded sensitivity."""

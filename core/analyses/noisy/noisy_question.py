@@ -1,0 +1,154 @@
+"""A question whose sums are released once, with noise: what one row changes, and how large the noise is.
+
+Neighbouring tables differ in one row that is there or not (add/remove). A question adds up blocks of
+numbers, and one row changes each block by no more than its `reach`, in the L2 norm, whatever the row holds:
+columns have the public ranges and values of the study. A survey gives each block a share of one Gaussian
+mechanism (w², which add up to 1) and sends the block times w/reach, so that one row changes all that a silo
+sends by 1 at most; each silo adds noise of standard deviation z to every number before it leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
+from roundtable.core.analyses.question import DONE, Question
+from roundtable.core.tables.table_description import ColumnTable
+from roundtable.core.tables.table_reading import DataTable
+
+Q95 = 1.959963984540054
+"""The 97.5 % quantile of the normal distribution."""
+
+
+@dataclass(frozen=True)
+class SumBlock:
+    """Numbers that are released together, of this shape; one row changes them by `reach` at most (L2)."""
+
+    shape: Shape
+    reach: float
+
+
+class NoisyQuestion(Question):
+    """One round, and the same numbers asked of every silo whatever its rows are; subclasses say which.
+
+    Numbers beyond the public range count as at its end, and values that no category has as missing: to refuse
+    them would tell of a single row.
+    """
+
+    def __init__(self, columns: Mapping[str, ColumnTable], title: str) -> None:
+        super().__init__(columns, 1, title)
+        self._scales: dict[str, float] = {}
+        self._noise = math.nan
+
+    @property
+    def blocks(self) -> Mapping[str, SumBlock]:
+        """What is released, by name."""
+        raise NotImplementedError
+
+    def added(self, table: DataTable) -> dict[str, Doubles]:
+        """The exact blocks of a silo's rows, which nobody else may see."""
+        raise NotImplementedError
+
+    def share(self, shares: Mapping[str, float], noise_multiplier: float) -> None:
+        """Sets each block's share w² of the survey's privacy, and the noise z of each silo."""
+        self._scales = {name: math.sqrt(shares[name]) / block.reach for name, block in self.blocks.items()}
+        self._noise = noise_multiplier
+
+    def spread(self, block: str, silos: float = 1.0) -> float:
+        """The standard deviation of the noise on each of a block's numbers, over so many silos."""
+        return self._noise * math.sqrt(silos) / self._scales[block]
+
+    @property
+    @override
+    def counts(self) -> Mapping[str, Shape]:
+        return {}
+
+    @property
+    @override
+    def reals(self) -> Mapping[str, Shape]:
+        return {name: block.shape for name, block in self.blocks.items()}
+
+    @property
+    @override
+    def public(self) -> Mapping[str, Shape]:
+        return self.reals
+
+    @override
+    def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
+        """The blocks as they are sent, still without noise: one row changes them by the square root of the
+        question's share at most."""
+        return {name: values * self._scales[name] for name, values in self.added(table).items()}
+
+    @override
+    def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
+        return {"stage": DONE, **{name: values / self._scales[name] for name, values in sums.items()}}
+
+    @staticmethod
+    def silos(public: Arrays) -> float:
+        """Over how many silos the numbers are."""
+        return max(1.0, float(public["silos"][0]))
+
+
+def fair_shares(questions: Sequence[tuple[NoisyQuestion, float]]) -> list[dict[str, float]]:
+    """Each block's share w² of one mechanism, by question; all add up to 1.
+
+    In proportion to reach, times the question's weight: then the noise variances of the blocks, (reach/w)²
+    each, have the least sum at equal weights.
+    """
+    wanted = [
+        {name: block.reach * weight for name, block in question.blocks.items()}
+        for question, weight in questions
+    ]
+    whole = math.fsum(part for each in wanted for part in each.values())
+    return [{name: part / whole for name, part in each.items()} for each in wanted]
+
+
+def counted(estimate: float) -> int:
+    """A noisy count as a table shows it: whole, and 0 where the noise took it below."""
+    return max(0, round(estimate))
+
+
+def count_interval(estimate: float, noise: float) -> list[float]:
+    """95 % interval of a count whose noise has this standard deviation; no count lies below 0."""
+    return [max(0.0, estimate - Q95 * noise), max(0.0, estimate + Q95 * noise)]
+
+
+def count_notes(estimates: Doubles, noise: float) -> list[str]:
+    """What a reader of noisy counts has to know."""
+    notes = [f"each count is within ± {Q95 * noise:.4g} of the true one in 95 of 100 surveys (noise)"]
+    if below := int((estimates < 0).sum()):
+        notes.append(f"{below} counts came out below 0 by the noise, and are shown as 0")
+    return notes
+
+
+def ratio_interval(
+    total: float, count: float, total_noise: float, count_noise: float, variance: float
+) -> tuple[float, float]:
+    """95 % interval of a mean within [-1, 1] of rows of this variance, from a noisy sum over a noisy count.
+
+    Fieller's: all m for which |total − m · count| is no more than 1.96 of its standard deviation
+    √(count · variance + total_noise² + m² · count_noise²). The whole range where the count may be 0.
+    """
+    squared = Q95**2
+    fixed = max(count, 0.0) * variance + total_noise**2
+    a = count**2 - squared * count_noise**2
+    if count <= 0 or a <= 0:
+        return -1.0, 1.0
+    middle = total * count / a
+    reach = Q95 * math.sqrt(total**2 * count_noise**2 + a * fixed) / a
+    low, high = (min(max(end, -1.0), 1.0) for end in (middle - reach, middle + reach))
+    return low, high
+
+
+def as_places(values: Doubles, group: Doubles | None, shape: Shape) -> Doubles:
+    """How many rows are in each cell [groups, cells] of two places; a row with a missing place is in none."""
+    group = np.zeros(len(values)) if group is None else group
+    whole = ~(np.isnan(values) | np.isnan(group))
+    flat = group[whole].astype(np.int64) * shape[1] + values[whole].astype(np.int64)
+    return np.bincount(flat, minlength=shape[0] * shape[1]).astype(np.float64).reshape(shape)
