@@ -1,5 +1,11 @@
 """The wire contract: the .proto files and the code generated from them (tools/generate_proto.py)."""
 
+import os
+
+# A process with gRPC in it may fork others that never call it, such as the workers of a DataLoader in a
+# script that has joined rounds. Under traffic gRPC's own handlers of forks abort about one of a hundred.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 PROTOCOL_VERSION = 1
 CHUNK_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 4 << 20
