@@ -38,8 +38,9 @@ def initial_model(job: JobConfig, task: AnyTask, algorithm: ClientAlgorithm | No
     _check_patterns(job, layout)
     if layout.size == 0:
         raise TaskError(
-            f"task {job.task.name!r}: no tensor of its model travels, and {len(layout.frozen)} are frozen; "
-            "check [model] travel, only, local and drop in the job file"
+            f"task {job.task.name!r}: no tensor of its model travels, and {len(layout.frozen)} are frozen "
+            "(requires_grad = False in model()); leave some to be trained, and check [model] travel, only, "
+            "local and drop in the job file"
         )
     state: Mapping[str, Tensor] = made.state_dict() if isinstance(made, nn.Module) else made
     local = {
