@@ -62,9 +62,8 @@ def _check_whole_schedule(job: JobConfig) -> None:
     table = job.algorithm
     if table.schedule_over == "job" and table.steps and table.schedule_warm_up >= table.steps * job.rounds:
         raise ConfigError(
-            f"algorithm.schedule_warm_up = {table.schedule_warm_up}: the job has {job.rounds} rounds of "
-            f"{table.steps} steps, and the learning rate would never have its full value; set fewer steps of "
-            "warm-up",
+            f"{table.schedule_warm_up} steps of warm-up: the job has {job.rounds} rounds of {table.steps} "
+            "steps, and the learning rate would never have its full value; set fewer",
             key=("algorithm", "schedule_warm_up"),
         )
 

@@ -81,3 +81,12 @@ def test_exact_sums_go_through_relays_where_those_add_in_the_ring_alone() -> Non
     check_exact(parse_job(summed + MASKS), "an analysis")
     with pytest.raises(ConfigError, match=r"nothing else than regions\.sum = false"):
         check_exact(parse_job(summed), "an analysis")
+
+
+def test_a_schedule_over_the_job_ends_behind_its_warm_up() -> None:
+    table = '[algorithm]\nsteps = 6\nschedule = "cosine"\nschedule_over = "job"\nschedule_warm_up = '
+    job = parse_job(f'task = "t"\nrounds = 3\n{table}17')
+    check_algorithm(job, make_algorithm(job.algorithm))
+    job = parse_job(f'task = "t"\nrounds = 3\n{table}18')
+    with pytest.raises(ConfigError, match="18 steps of warm-up: the job has 3 rounds of 6 steps"):
+        check_algorithm(job, make_algorithm(job.algorithm))
