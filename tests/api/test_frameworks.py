@@ -18,6 +18,7 @@ NEEDS = {
     "jax_network": (["sklearn", "jax", "flax", "optax"], 0.6),
     "keras_network": (["sklearn", "keras"], 0.6),
     "lightning_module": (["sklearn", "lightning"], 0.6),
+    "xgboost_bagging": (["sklearn", "xgboost"], 0.8),
     "xgboost_leaves": (["sklearn", "xgboost"], 0.7),
 }
 
