@@ -190,17 +190,30 @@ class Executor:
             before_batch=before_batch,
         )
         if self.settings.generations and isinstance(warm.task, HuggingFaceTask):
-            self._generate(order, warm.task, work, data)
+            try:
+                self._generate(order, warm.task, work, data, before_batch)
+            except (
+                ResourceError,
+                RuntimeError,
+            ) as error:  # Out of memory, or of disk: the figures are there.
+                log.warning("%s: no text was written on after round %d: %s", order.job, order.round, error)
         return measured
 
-    def _generate(self, order: Order, task: HuggingFaceTask, work: LocalWork, data: Any) -> None:
+    def _generate(
+        self,
+        order: Order,
+        task: HuggingFaceTask,
+        work: LocalWork,
+        data: Any,
+        before_text: BeforeBatch | None,
+    ) -> None:
         """Has the global model write on texts of the test data, into the silo's state folder alone."""
         assert self._warm is not None
         assert isinstance(self._warm.model, nn.Module)
         layout = work.layout
         module = self._warm.model.to(self.device)
         with borrowed(module, layout.model, work.vector[: layout.model.size], work.local):
-            found = task.generated(module, data, self.settings.generations)
+            found = task.generated(module, data, self.settings.generations, before_text)
         keep_generations(Path(self.settings.jobs).parent, order.job, order.round, found)
 
     def personal(self, order: Order) -> dict[str, Tensor]:

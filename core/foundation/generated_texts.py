@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,14 @@ class GeneratedText(NamedTuple):
     said: str
 
 
-def generated_texts(model: Any, tokenizer: Any, rows: Any, count: int) -> list[GeneratedText]:
+def generated_texts(
+    model: Any, tokenizer: Any, rows: Any, count: int, before_text: Callable[[], None] | None = None
+) -> list[GeneratedText]:
     """Of the first text of each of the first `count` rows, [rows, length] or preferences' [rows, 2, length].
 
     A text begins with its question, or, where all of it is learnt, with its first half. The likeliest token
-    follows, until the text ends, the row is full, or after 64 tokens.
+    follows, until the text ends, the row is full, or after 64 tokens. `before_text` is called before each
+    text, and may raise.
     """
     found: list[GeneratedText] = []
     for tokens, labels, positions in zip(*rows, strict=True):
@@ -33,6 +37,8 @@ def generated_texts(model: Any, tokenizer: Any, rows: Any, count: int) -> list[G
         parts = (part[0] if part.dim() == 2 else part for part in (tokens, labels, positions))
         text = _first_text(*parts)
         if text is not None:
+            if before_text is not None:
+                before_text()
             found.append(_written(model, tokenizer, *text, int(tokens.shape[-1])))
     return found
 

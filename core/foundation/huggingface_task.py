@@ -7,7 +7,7 @@ LoRA is Hu et al. 2022 (equation 3); FFA-LoRA, in which A is frozen and common t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -241,8 +241,13 @@ class HuggingFaceTask(Task):
         losses, right = self._token_losses(model, batch)
         return {**perplexity("token", losses), "token_accuracy": (right.sum(), len(losses))}
 
-    def generated(self, model: nn.Module, data: Dataset, count: int) -> list[GeneratedText]:
-        """What the model writes on from the beginnings of so many texts, in rows as `data` gives them."""
+    def generated(
+        self, model: nn.Module, data: Dataset, count: int, before_text: Callable[[], None] | None = None
+    ) -> list[GeneratedText]:
+        """What the model writes on from the beginnings of so many texts, in rows as `data` gives them.
+
+        `before_text` is called before each, and may raise.
+        """
         rows = tuple(data) if isinstance(data, tuple | list) else ()
         if len(rows) != len(TokenRows._fields):
             return []
@@ -250,7 +255,7 @@ class HuggingFaceTask(Task):
         model.eval()
         try:
             with torch.no_grad():
-                return generated_texts(model, self.pretrained_base.tokenizer, rows, count)
+                return generated_texts(model, self.pretrained_base.tokenizer, rows, count, before_text)
         finally:
             model.train(training)
 

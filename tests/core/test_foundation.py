@@ -323,4 +323,10 @@ def test_a_model_writes_on_from_questions_and_from_halves_of_texts(llama: Path) 
                 ids.append(int(model.eval()(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
         assert each.written == tokenizer.decode(ids[begun:], skip_special_tokens=True)
     assert len(task.generated(model, tuple(rows), 1)) == 1
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        task.generated(model, tuple(rows), 1, stop)
     assert HuggingFaceTask(str(llama)).generated(model, object(), 1) == []  # type: ignore[arg-type]
