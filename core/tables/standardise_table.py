@@ -71,8 +71,10 @@ class StandardiseTable(Table):
         None, min_length=1, description="a file beside the job: what `roundtable analyse --json` answered"
     )
     least_count: int = Field(5, ge=1, le=10**6, description="fewest rows of which a mean is told")
-    found: Literal["given", "exact"] = Field(
-        "given", description="written by who fills in: given by the job, or exact figures of silos' rows"
+    found: Literal["given", "exact", "noised"] = Field(
+        "given",
+        description="written by who fills in: given by the job, exact figures of silos' rows, or figures "
+        "with noise under differential privacy",
     )
     source: str = Field("", max_length=200, description="written by who fills in: where the figures are from")
 
@@ -86,7 +88,9 @@ class StandardiseTable(Table):
         """The columns as the study means them."""
         return {name: column.described for name, column in self.columns.items()}
 
-    def filled(self, figures: Figures, source: str) -> StandardiseTable:
+    def filled(
+        self, figures: Figures, source: str, found: Literal["exact", "noised"] = "exact"
+    ) -> StandardiseTable:
         """The same with figures of silos' rows where there are none yet, and without a file to look into."""
         columns = {
             name: column
@@ -94,7 +98,7 @@ class StandardiseTable(Table):
             else column.model_copy(update=dict(zip(("mean", "sd"), figures[name], strict=True)))
             for name, column in self.columns.items()
         }
-        changed = {"columns": columns, "answers": None, "found": "exact", "source": source}
+        changed = {"columns": columns, "answers": None, "found": found, "source": source}
         return self.model_copy(update=changed)
 
     def answered(self, folder: Path) -> StandardiseTable:
@@ -116,7 +120,10 @@ class StandardiseTable(Table):
                 f"{path} holds no answers: write them by `roundtable analyse SURVEY --json > {self.answers}`",
                 key=key,
             )
-        return self.filled(self._figures(_described_in(document["answers"]), str(path)), _said(path, raw))
+        figures = self._figures(_described_in(document["answers"]), str(path))
+        privacy = document.get("privacy")
+        private = isinstance(privacy, Mapping) and privacy.get("guarantee") is True
+        return self.filled(figures, _said(path, raw), "noised" if private else "exact")
 
     def figures(self, values: Mapping[str, Any], where: str) -> Figures:
         """The figures that an answer to `describe` has of each column. ConfigError where it has none."""

@@ -24,8 +24,8 @@ def check_standardise(job: JobConfig, aggregation: AggregationConfig) -> None:
     if job.privacy.level != "none" and (not table.complete or table.found == "exact"):
         raise PrivacyError(
             f"[standardise] and privacy.level = {job.privacy.level!r}: exact means of the silos' rows carry "
-            "no noise, and would be told beside a model that does; give figures that are public or carry "
-            "noise of their own as mean and sd of each column ([standardise.columns.NAME])"
+            "no noise, and would be told beside a model that does; give figures that are public as mean and "
+            "sd of each column ([standardise.columns.NAME]), or answers of silos under [privacy]"
         )
     if aggregation.takes("root_update"):
         raise ConfigError(

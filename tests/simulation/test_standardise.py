@@ -128,6 +128,10 @@ questions = [{ ask = "describe", columns = ["age"] }]
     prepared = prepare(job)
     assert table_of(prepared.job).columns["age"].sd == found[0]["age"]["all"]["sd"]
     assert "found.json, BLAKE3 " in table_of(prepared.job).source
+    assert table_of(prepared.job).found == "exact"
+    noised = {**found.to_dict(), "privacy": {"guarantee": True}}
+    (job.parent / "found.json").write_text(json.dumps(noised))
+    assert table_of(prepare(job).job).found == "noised"
     for wrong in (
         "[]",
         "{",

@@ -18,6 +18,7 @@ from roundtable.core.analyses.regressions.meta_analysis import MetaAnalysis
 from roundtable.core.analyses.regressions.mixed_intercept import MixedIntercept
 from roundtable.core.analyses.regressions.penalised_regression import PenalisedLinear, PenalisedLogistic
 from roundtable.core.analyses.regressions.weighted_linear import WeightedLinear
+from roundtable.core.errors import ConfigError
 from roundtable.core.tables.table_description import ColumnName
 from roundtable.core.toml_tables import Finite
 
@@ -54,6 +55,8 @@ class LinearTable(_RegressionTable):
 
     @override
     def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        if self.weights is not None:
+            raise ConfigError(f"{title}: no noise is made for weighted sums: leave weights or [privacy] out")
         return NoisyLinear(columns, title, self.outcome, self.on)
 
 

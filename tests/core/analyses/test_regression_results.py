@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from scipy import optimize
 
+from roundtable.core.analyses.questions_table import AnyQuestion
 from roundtable.core.errors import ConfigError, TaskError
 from tests.core.analyses.test_pooled_results import Frame, ask, close, silos_of
 
@@ -57,6 +59,9 @@ def test_weights_that_make_few_rows_count_for_all_have_no_answer() -> None:
     assert "fewer rows than the least count" in ask(_thirds(frame), asked, least_count=10).why
     none = {**frame, "w": np.where(_ROWS < 5, 1.0, 0.0)}
     assert "three rows for each coefficient" in ask(_thirds(none), asked, least_count=5).why
+    noisy = TypeAdapter(AnyQuestion).validate_python(asked)
+    with pytest.raises(ConfigError, match="no noise is made for weighted sums"):
+        noisy.make_noisy({}, "y")
     with pytest.raises(ConfigError, match="weights are from 0 on"):
         ask(_thirds({**frame, "w": _ROWS - 1}), asked)
 
