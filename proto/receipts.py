@@ -31,8 +31,8 @@ def update_values(client: str, header: agent_pb2.UploadHeader) -> dict[str, Any]
 
 
 def sum_values(relay: str, header: relay_pb2.SumHeader) -> dict[str, Any]:
-    """What a relay commits itself to with a sum: of which step, which bytes, and of whose updates it is, each
-    with its digest and its examples."""
+    """What a relay commits itself to with a sum: of which step, which bytes, of whose updates it is, each
+    with its digest and its examples, and which sums of relays behind it are in it, each signed itself."""
     step = header.step
     return {
         "relay": relay,
@@ -44,6 +44,7 @@ def sum_values(relay: str, header: relay_pb2.SumHeader) -> dict[str, Any]:
         "members": {
             member.silo: [member.header.content.digest, member.header.examples] for member in header.members
         },
+        "sums": [[below.relay, below.header.content.digest] for below in header.sums],
         "time": header.time,
     }
 

@@ -270,6 +270,7 @@ class SumHeader(google.protobuf.message.Message):
     CERTIFICATE_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
     ASK_FIELD_NUMBER: builtins.int
+    SUMS_FIELD_NUMBER: builtins.int
     time: builtins.float
     """Unix time, and the relay's Ed25519 signature over core.signing's statement of this sum."""
     signature: builtins.bytes
@@ -285,7 +286,11 @@ class SumHeader(google.protobuf.message.Message):
     def content(self) -> roundtable.proto.common_pb2.Artifact: ...
     @property
     def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SumMember]:
-        """In the order of their names, in which they were added."""
+        """Those whose updates it has added itself, in the order of their names."""
+
+    @property
+    def sums(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SumBelow]:
+        """Sums of relays behind this one that lie in it, by relay; their silos are none of the members."""
 
     def __init__(
         self,
@@ -298,11 +303,34 @@ class SumHeader(google.protobuf.message.Message):
         certificate: builtins.bytes = ...,
         offset: builtins.int = ...,
         ask: builtins.bool = ...,
+        sums: collections.abc.Iterable[global___SumBelow] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ask", b"ask", "certificate", b"certificate", "content", b"content", "members", b"members", "offset", b"offset", "signature", b"signature", "step", b"step", "time", b"time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ask", b"ask", "certificate", b"certificate", "content", b"content", "members", b"members", "offset", b"offset", "signature", b"signature", "step", b"step", "sums", b"sums", "time", b"time"]) -> None: ...
 
 global___SumHeader = SumHeader
+
+@typing.final
+class SumBelow(google.protobuf.message.Message):
+    """A sum of a relay behind the one that sends, as it came."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RELAY_FIELD_NUMBER: builtins.int
+    HEADER_FIELD_NUMBER: builtins.int
+    relay: builtins.str
+    @property
+    def header(self) -> global___SumHeader: ...
+    def __init__(
+        self,
+        *,
+        relay: builtins.str = ...,
+        header: global___SumHeader | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "relay", b"relay"]) -> None: ...
+
+global___SumBelow = SumBelow
 
 @typing.final
 class SumMember(google.protobuf.message.Message):

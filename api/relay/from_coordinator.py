@@ -12,7 +12,7 @@ from roundtable.proto import agent_pb2, common_pb2, relay_pb2
 from roundtable.relay.cache import RegionCache
 from roundtable.relay.relay_sums import RelaySums
 from roundtable.relay.silos import Silo, Silos, asked_of
-from roundtable.relay.sum_orders import speaks_itself
+from roundtable.relay.sum_orders import earlier
 
 log = logging.getLogger("roundtable.relay")
 
@@ -88,11 +88,11 @@ class FromCoordinator:
         silo.send(message)
 
     def _order(self, silo: Silo, step: common_pb2.Step) -> None:
-        """Has a sum wait for the silo; the relay that speaks to the coordinator alone makes any."""
+        """Has a sum wait for the silo."""
         asked = asked_of(step)
         order = silo.sum_order(asked)
-        if order is not None and speaks_itself(self._name, silo.way):
-            self._sums.ordered(silo.name, asked, order)
+        if order is not None:
+            self._sums.ordered(silo.name, asked, earlier(order, self._name, silo.way))
 
     def _welcome(self, silo: Silo, message: agent_pb2.ToAgent) -> None:
         """A silo is welcomed once; after the relay's own reconnection the coordinator says it again."""

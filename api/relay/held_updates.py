@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from roundtable.proto import agent_pb2, relay_pb2
 from roundtable.relay.sum_orders import SumTerms
 from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.door.from_agents import offer_of
+from roundtable.server.door.from_relays import SumOffer
 from roundtable.server.storage.blobs import BlobWriter
 
 log = logging.getLogger("roundtable.relay")
@@ -25,6 +27,33 @@ MOST_HELD = 16
 """Updates of one silo: each is of another step, and more steps than jobs are rare."""
 Key = tuple[str, str, int, int, str]
 """Silo, job, round, attempt, phase."""
+
+
+@dataclass(frozen=True)
+class HeldSum:
+    """A sum of the relay `relay`, behind this one, that is here, whole, to be added up by these terms."""
+
+    relay: str
+    header: relay_pb2.SumHeader
+    offer: SumOffer
+    path: Path
+    terms: SumTerms
+
+    @property
+    def name(self) -> str:
+        """That no silo can have."""
+        return f"{self.relay}/{self.offer.digest}"
+
+    @property
+    def members(self) -> Mapping[str, UploadOffer]:
+        """Whose updates are in it."""
+        return self.offer.everyone
+
+    def answer(self, told: Mapping[str, agent_pb2.UploadReceipt], problem: str = "") -> relay_pb2.SumReceipt:
+        """What its relay is told, once the coordinator has decided about these of its members."""
+        members = [relay_pb2.MemberReceipt(silo=silo, receipt=receipt) for silo, receipt in told.items()]
+        taken = len(members) == len(self.members)
+        return relay_pb2.SumReceipt(taken=taken, members=members, problem="" if members else problem)
 
 
 @dataclass(frozen=True)
@@ -42,6 +71,25 @@ class Held:
     @property
     def key(self) -> Key:
         return key_of(self.silo, self.offer)
+
+    @property
+    def name(self) -> str:
+        """Among what is added up."""
+        return self.silo
+
+    @property
+    def members(self) -> Mapping[str, UploadOffer]:
+        """Whose updates it is of: one."""
+        return {self.silo: self.offer}
+
+    def answer(
+        self, told: Mapping[str, agent_pb2.UploadReceipt], problem: str = ""
+    ) -> agent_pb2.UploadReceipt | None:
+        """The coordinator's receipt; None where the update is to be handed on."""
+        return told.get(self.silo)
+
+
+Part = Held | HeldSum
 
 
 def key_of(silo: str, offer: UploadOffer) -> Key:

@@ -30,7 +30,7 @@ from roundtable.core.identity.signing import envelope, sign
 from roundtable.privacy.secagg.masks import pack, reduce_ring, ring_dtype, unpack
 from roundtable.proto import MAX_MESSAGE_BYTES, common_pb2, relay_pb2
 from roundtable.proto.receipts import sum_values
-from roundtable.relay.held_updates import Held
+from roundtable.relay.held_updates import Held, HeldSum, Part
 from roundtable.relay.sum_orders import SumTerms
 from roundtable.server.door.from_relays import MOST_MEMBERS, SumOffer, sum_of
 
@@ -51,15 +51,15 @@ class MadeSum:
     @property
     def members(self) -> Mapping[str, str]:
         """Whose updates are in it, with their digests."""
-        return {silo: update.digest for silo, update in self.offer.members.items()}
+        return {silo: update.digest for silo, update in self.offer.everyone.items()}
 
 
 @dataclass(frozen=True)
 class Summed:
-    """What came of adding up: the sum, if there is one, and updates that are no part of any."""
+    """What came of adding up: the sum, if there is one, and what is no part of any."""
 
     made: MadeSum | None
-    odd: Sequence[Held]
+    odd: Sequence[Part]
 
 
 class SumSpool:
@@ -72,8 +72,9 @@ class SumSpool:
         self._log = folder.with_suffix(".jsonl")
         folder.mkdir(parents=True, exist_ok=True)
 
-    def make(self, held: Sequence[Held], terms: SumTerms) -> Summed:
-        """Adds updates of one step up, in the order of their silos' names; the sum is durable. Blocks.
+    def make(self, held: Sequence[Part], terms: SumTerms) -> Summed:
+        """Adds updates of one step up, and sums of relays behind this one, in the order of names; the sum is
+        durable. Who is in two of them is in one: the other stays for the next sum. Blocks.
 
         Odd are those that are not what the order asks for, or not finite: the coordinator is to judge them.
         DamagedRows where bytes have changed on this disk, ResourceError for a full one.
@@ -89,7 +90,16 @@ class SumSpool:
         header = relay_pb2.SumHeader(
             step=rows[0].header.step,
             content=common_pb2.Artifact(digest=blake3(data).hexdigest(), size=len(data)),
-            members=[relay_pb2.SumMember(silo=each.silo, header=each.header) for each in rows],
+            members=[
+                relay_pb2.SumMember(silo=each.silo, header=each.header)
+                for each in rows
+                if isinstance(each, Held)
+            ],
+            sums=[
+                relay_pb2.SumBelow(relay=each.relay, header=each.header)
+                for each in rows
+                if isinstance(each, HeldSum)
+            ],
             time=time.time(),
             certificate=self._identity.certificate,
         )
@@ -110,8 +120,12 @@ class SumSpool:
         made.path.unlink(missing_ok=True)
 
     def recover(self) -> list[MadeSum]:
-        """What an earlier process has made; what is damaged or was never whole is made anew."""
+        """What an earlier process has made; what is damaged or was never whole is made anew. So is one with a
+        sum of another relay: that comes again, with its silos, for whom this relay speaks only then."""
         found = [made for path in sorted(self._folder.glob("*.header")) if (made := self._read(path))]
+        for made in [each for each in found if each.offer.sums]:
+            self.remove(made, "made anew after a restart")
+            found.remove(made)
         known = {made.path.stem for made in found}
         for path in self._folder.iterdir():
             if path.stem not in known:
@@ -130,7 +144,7 @@ class SumSpool:
         return made
 
 
-def _plain_sum(rows: Sequence[Held], terms: SumTerms) -> tuple[memoryview, Sequence[Held]]:
+def _plain_sum(rows: Sequence[Part], terms: SumTerms) -> tuple[memoryview, Sequence[Part]]:
     """The bytes of the mean; and of which updates none can be made."""
     vector = _mean(rows, terms)
     values: Any = vector.view(torch.uint8).numpy()
@@ -139,7 +153,7 @@ def _plain_sum(rows: Sequence[Held], terms: SumTerms) -> tuple[memoryview, Seque
     return memoryview(b""), [each for each in rows if not is_finite(_mean([each], terms))] or rows
 
 
-def _masked_sum(rows: Sequence[Held], ring_bits: int) -> tuple[memoryview, Sequence[Held]]:
+def _masked_sum(rows: Sequence[Part], ring_bits: int) -> tuple[memoryview, Sequence[Part]]:
     """The same for masked vectors, which are added in the ring: exactly, in whatever order and tree."""
     total = np.zeros(rows[0].offer.size * 8 // ring_bits, ring_dtype(ring_bits))
     spoiled = []
@@ -157,53 +171,69 @@ def _masked_sum(rows: Sequence[Held], ring_bits: int) -> tuple[memoryview, Seque
     return pack(total, ring_bits), spoiled
 
 
-def _mean(rows: Sequence[Held], terms: SumTerms) -> torch.Tensor:
-    encoding = get_encoding(terms.encoding)
-    assert encoding.dense_dtype is not None
-    columns = rows[0].offer.size // encoding.dense_dtype.itemsize
+def _mean(rows: Sequence[Part], terms: SumTerms) -> torch.Tensor:
+    own, whole = get_encoding(terms.encoding), get_encoding("float32")
+    encodings = [whole if isinstance(each, HeldSum) else own for each in rows]
+    step = rows[0].offer.at.step
     matrix = rows_in_files(
         [each.path for each in rows],
-        columns,
-        [encoding] * len(rows),
-        [StreamKey(0, each.silo, each.offer.at.step.round, each.offer.at.step.attempt) for each in rows],
+        _values(rows[0]),
+        encodings,
+        [StreamKey(0, each.name, step.round, step.attempt) for each in rows],
         [each.offer.digest for each in rows],
     )
-    clients = [ClientRow(each.silo, each.offer.examples, None) for each in rows]
-    return mean(matrix, row_weights(clients, terms.weighting, {})).vector
+    clients = [[ClientRow(*about) for about in _examples(each)] for each in rows]
+    return mean(matrix, np.array([row_weights(each, terms.weighting, {}).sum() for each in clients])).vector
 
 
-def _apart(held: Sequence[Held], terms: SumTerms) -> tuple[list[Held], list[Held]]:
+def _examples(part: Part) -> list[tuple[str, int, None]]:
+    return [(silo, offer.examples, None) for silo, offer in part.members.items()]
+
+
+def _values(part: Part) -> int:
+    """How many values, or bytes of masked ones, there are; 0 where it is no whole number."""
+    dense = None if part.terms is None or part.terms.ring else get_encoding(part.terms.encoding).dense_dtype
+    width = 1 if dense is None else 4 if isinstance(part, HeldSum) else dense.itemsize
+    return part.offer.size // width if part.offer.size % width == 0 else 0
+
+
+def _apart(held: Sequence[Part], terms: SumTerms) -> tuple[list[Part], list[Part]]:
     """Those that can be added up, by name, and the others."""
     asked = (terms.encoding, terms.layout, terms.model)
-    dense = None if terms.ring else get_encoding(terms.encoding).dense_dtype
     # Of masked updates nobody says how many examples they are of.
-    least, bits = (0, 8) if terms.ring else (1, 8 * dense.itemsize if dense is not None else 0)
+    least = 0 if terms.ring else 1
 
-    def sound(each: Held) -> bool:
-        offer = each.offer
-        said = (offer.encoding, offer.layout, offer.model)
-        whole = bits > 0 and offer.size > 0 and 8 * offer.size % bits == 0
-        return whole and said == asked and not offer.flaw and offer.examples >= least
+    def sound(each: Part) -> bool:
+        return _values(each) > 0 and all(
+            (offer.encoding, offer.layout, offer.model) == asked
+            and not offer.flaw
+            and offer.examples >= least
+            for offer in each.members.values()
+        )
 
-    usual = Counter(each.offer.size for each in held if sound(each)).most_common(1)
-    fitting = [each for each in held if sound(each) and each.offer.size == usual[0][0]]
+    usual = Counter(_values(each) for each in held if sound(each)).most_common(1)
+    fitting = [each for each in held if sound(each) and _values(each) == usual[0][0]]
     odd = [each for each in held if each not in fitting]
-    return sorted(fitting, key=lambda each: each.silo), odd
+    return sorted(fitting, key=lambda each: each.name), odd
 
 
-def _as_many_as_fit(rows: Sequence[Held]) -> list[Held]:
-    """As many as one message can name."""
-    chosen: list[Held] = []
+def _as_many_as_fit(rows: Sequence[Part]) -> list[Part]:
+    """As many as one message can name, each silo once."""
+    chosen: list[Part] = []
+    taken: set[str] = set()
     room = MAX_MESSAGE_BYTES - _ROOM
-    for each in rows[:MOST_MEMBERS]:
-        room -= each.header.ByteSize() + len(each.silo) + 16
-        if room < 0 and chosen:
+    for each in rows:
+        if not taken.isdisjoint(each.members):
+            continue
+        room -= each.header.ByteSize() + len(each.name) + 16
+        if chosen and (room < 0 or len(taken) + len(each.members) > MOST_MEMBERS):
             break
         chosen.append(each)
+        taken |= each.members.keys()
     return chosen
 
 
 def _slug(offer: SumOffer) -> str:
     """Part of a file's name: all of it was checked to be words and numbers."""
     step = offer.at.step
-    return f"{offer.at.job}.{step.round}.{step.attempt}.{step.phase}.{next(iter(offer.members))}"
+    return f"{offer.at.job}.{step.round}.{step.attempt}.{step.phase}.{next(iter(offer.everyone))}"

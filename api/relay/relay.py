@@ -32,12 +32,13 @@ from roundtable.relay.cache import RegionCache
 from roundtable.relay.config import RelayConfig
 from roundtable.relay.forwarding import Forwarding
 from roundtable.relay.from_coordinator import FromCoordinator
-from roundtable.relay.held_updates import Held, RelaySpool
+from roundtable.relay.held_updates import Held, Part, RelaySpool
 from roundtable.relay.made_sums import SumSpool
 from roundtable.relay.relay_page import RelayPage
 from roundtable.relay.relay_sums import RelaySums
 from roundtable.relay.service import RelayAgentService
 from roundtable.relay.silos import Silos
+from roundtable.relay.sums_below import SumsBelow
 from roundtable.relay.trunk import Trunk, name_of
 from roundtable.server.auth.access import Access
 from roundtable.server.auth.principals import CertifiedCallers
@@ -87,8 +88,9 @@ class Relay:
             )
             cache = RegionCache(config.state / "models", config.models, trunk.link)
 
-            def vouch(held: Held) -> None:
-                trunk.send(relay_pb2.FromRelay(bearer=held.bearer))
+            def vouch(part: Part) -> None:
+                for bearer in [part.bearer] if isinstance(part, Held) else service.bearers(part.members):
+                    trunk.send(relay_pb2.FromRelay(bearer=bearer))
 
             summed = SumSpool(config.state / "sums", name, identity)
             sums = RelaySums(trunk.relays, summed, silos, vouch, threads)
@@ -117,10 +119,11 @@ class Relay:
                 threads,
                 config.heartbeat,
                 config.patience,
-                name,
                 sums,
             )
-            server, behind = self._serve(service, callers, relayed)
+            authority = load_credentials(config.credentials).ca
+            below = SumsBelow(config.state / "below", silos, relayed, authority, sums, service.ask, threads)
+            server, behind = self._serve(service, callers, relayed, below)
             page = RelayPage(config.state, config.credentials, silos, trunk, forwarding)
             try:
                 async with AsyncExitStack() as stack:
@@ -150,7 +153,11 @@ class Relay:
                 threads.shutdown(wait=True)
 
     def _serve(
-        self, service: RelayAgentService, callers: CertifiedCallers, relayed: RelayedSilos
+        self,
+        service: RelayAgentService,
+        callers: CertifiedCallers,
+        relayed: RelayedSilos,
+        below: SumsBelow,
     ) -> tuple[grpc.aio.Server, RelayService]:
         config = self._config
         credentials = load_credentials(config.credentials)
@@ -160,7 +167,7 @@ class Relay:
         server = grpc.aio.server(interceptors=[access], options=SERVER_OPTIONS + most)
         server.add_generic_rpc_handlers((PieceHandlers(service),))
         agent_pb2_grpc.add_AgentsServicer_to_server(service, server)
-        behind = RelayService(service, access, relayed, callers, release().version)
+        behind = RelayService(service, access, relayed, callers, release().version, below)
         relay_pb2_grpc.add_RelaysServicer_to_server(behind, server)
         self.port = open_port(server, config.listen, config.credentials, credentials, certificates=True)
         return server, behind

@@ -1,4 +1,5 @@
-"""Adds the updates of a region's silos up, step by step, and sends the sums in their place.
+"""Adds up the updates of a region's silos, and the sums of relays behind this one, and sends sums in their
+place, step by step.
 
 A sum is closed once every silo that is connected and was asked has delivered or said that it will not, or
 when its order's time is over; what comes later goes into another one. After a restart what is held is summed
@@ -12,7 +13,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from roundtable.core.foreign_text import printable
 from roundtable.core.machine.file_access import PLAIN_READ, read_at
 from roundtable.core.observability.logs import request_metadata, requesting
 from roundtable.proto import CHUNK_BYTES, agent_pb2, common_pb2, relay_pb2
-from roundtable.relay.held_updates import Held
+from roundtable.relay.held_updates import Held, HeldSum, Part
 from roundtable.relay.made_sums import MadeSum, SumSpool
 from roundtable.relay.silos import Asked, Silos
 from roundtable.relay.sum_orders import SumOrder
@@ -42,10 +43,10 @@ MOST_STEPS = 256
 
 @dataclass(frozen=True)
 class _Waiting:
-    """An update that is held, and who waits for what becomes of it: a receipt, or None to hand it on."""
+    """What is to be added up, and who waits for the `answer` about it."""
 
-    held: Held
-    outcome: asyncio.Future[agent_pb2.UploadReceipt | None]
+    part: Part
+    outcome: asyncio.Future[Any]
 
 
 class _StepSums:
@@ -53,19 +54,20 @@ class _StepSums:
 
     def __init__(self) -> None:
         self.awaited: set[str] = set()
+        self.order: SumOrder | None = None
         self.closes = 0.0
         self.waiting: dict[str, _Waiting] = {}
         self.made: list[MadeSum] = []
         self.changed = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
-    def settle(self, silo: str, digest: str, receipt: agent_pb2.UploadReceipt | None) -> None:
-        """Tells who waits for this update of a silo; of another one nothing was decided."""
-        waits = self.waiting.get(silo)
-        if waits is not None and waits.held.offer.digest == digest:
-            del self.waiting[silo]
+    def settle(self, part: Part, told: Mapping[str, agent_pb2.UploadReceipt], problem: str = "") -> None:
+        """Answers who waits for this part; of another one of the name nothing was decided."""
+        waits = self.waiting.get(part.name)
+        if waits is not None and waits.part == part:
+            del self.waiting[part.name]
             if not waits.outcome.done():
-                waits.outcome.set_result(receipt)
+                waits.outcome.set_result(part.answer(told, problem))
 
 
 class RelaySums:
@@ -77,7 +79,7 @@ class RelaySums:
         link: Link,
         spool: SumSpool,
         silos: Silos,
-        vouch: Callable[[Held], None],
+        vouch: Callable[[Part], None],
         threads: ThreadPoolExecutor,
     ) -> None:
         self._link = link
@@ -101,9 +103,15 @@ class RelaySums:
     def ordered(self, silo: str, asked: Asked, order: SumOrder) -> None:
         """A silo was asked for an update of this step; the first order says when its sum is closed."""
         step = self._step(asked)
+        step.order = order
         step.closes = step.closes or time.monotonic() + order.seconds
         if silo not in step.waiting:
             step.awaited.add(silo)
+
+    def order_of(self, asked: Asked) -> SumOrder | None:
+        """What was said of adding this step's updates up, whoever was asked and is here now."""
+        step = self._steps.get(asked)
+        return step.order if step is not None else None
 
     def excused(self, silo: str, asked: Asked) -> None:
         """The silo will not deliver: it has said so, or is asked for it no more."""
@@ -123,18 +131,27 @@ class RelaySums:
         """
         if held.terms is None:
             return None
-        at = held.offer.at
+        receipt: agent_pb2.UploadReceipt | None = await self._answered(held)
+        return receipt
+
+    async def outcome_below(self, held: HeldSum) -> relay_pb2.SumReceipt:
+        """What the relay behind this one is told of its sum. TransferError where it was damaged here."""
+        receipt: relay_pb2.SumReceipt = await self._answered(held)
+        return receipt
+
+    async def _answered(self, part: Part) -> Any:
+        at = part.offer.at
         step = self._step((at.job, at.step.round, at.step.attempt, at.step.phase))
-        future: asyncio.Future[agent_pb2.UploadReceipt | None] = asyncio.get_running_loop().create_future()
-        waits = step.waiting[held.silo] = _Waiting(held, future)
-        step.awaited.discard(held.silo)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        waits = step.waiting[part.name] = _Waiting(part, future)
+        step.awaited.difference_update(part.members)
         step.changed.set()
         self._go_on(step)
         try:
             return await future
         finally:
-            if step.waiting.get(held.silo) is waits:
-                del step.waiting[held.silo]
+            if step.waiting.get(part.name) is waits:
+                del step.waiting[part.name]
 
     async def close(self) -> None:
         """Ends all work; what is held is added up after the next start."""
@@ -168,8 +185,8 @@ class RelaySums:
         except Exception:
             log.exception("updates cannot be added up, and are handed on as they are")
             step.made.clear()
-            for silo, waits in list(step.waiting.items()):
-                step.settle(silo, waits.held.offer.digest, None)
+            for waits in list(step.waiting.values()):
+                step.settle(waits.part, {}, "it cannot be added up: the relay's log says why")
 
     async def _due(self, step: _StepSums) -> None:
         """Waits until a sum is to be closed."""
@@ -183,26 +200,24 @@ class RelaySums:
                     await step.changed.wait()
 
     async def _make(self, step: _StepSums) -> None:
-        here = [waits.held for waits in step.waiting.values()]
+        here = [waits.part for waits in step.waiting.values()]
         if not here or here[0].terms is None:
             return
         try:
             summed = await transfer.in_thread(self._threads, self._spool.make, here, here[0].terms)
         except DamagedRows as error:
-            for silo, waits in list(step.waiting.items()):
-                if waits.held.offer.digest in error.digests:
-                    del step.waiting[silo]
-                    waits.outcome.set_exception(
-                        TransferError("the update was damaged at the relay; send it again")
-                    )
+            for name, waits in list(step.waiting.items()):
+                if waits.part.offer.digest in error.digests:
+                    del step.waiting[name]
+                    waits.outcome.set_exception(TransferError("it was damaged at the relay; send it again"))
             return
         except ResourceError as error:
             log.error("%s; trying again", error)
             await asyncio.sleep(1.0)
             return
         for each in summed.odd:
-            log.warning("the update of %s cannot be added up, and is handed on", each.silo)
-            step.settle(each.silo, each.offer.digest, None)
+            log.warning("what came from %s cannot be added up", each.name)
+            step.settle(each, {}, "it is not what the job asks for, or not finite")
         if summed.made is not None:
             step.made.append(summed.made)
 
@@ -222,9 +237,11 @@ class RelaySums:
             log.warning("the sum of %d updates is not taken: %s", len(made.members), problem)
         outcome = problem or ("taken" if receipt.taken else "made anew without some of its members")
         await transfer.in_thread(self._threads, self._spool.remove, made, outcome)
-        for silo, digest in made.members.items():
-            if silo in decided or problem:
-                step.settle(silo, digest, decided.get(silo))
+        for part in [waits.part for waits in step.waiting.values()]:
+            if all(made.members.get(silo) == update.digest for silo, update in part.members.items()):
+                told = {silo: decided[silo] for silo in part.members if silo in decided}
+                if told or problem:
+                    step.settle(part, told, problem)
 
     async def _until_decided(self, step: _StepSums, made: MadeSum) -> relay_pb2.SumReceipt | None:
         """The coordinator's receipt; None where the sum was damaged here, and is made anew."""
@@ -248,7 +265,7 @@ class RelaySums:
                 denied += code is grpc.StatusCode.PERMISSION_DENIED
                 if code is grpc.StatusCode.PERMISSION_DENIED and denied < DENIALS:
                     for waits in step.waiting.values():
-                        self._vouch(waits.held)
+                        self._vouch(waits.part)
                 elif code not in PASSING:
                     return relay_pb2.SumReceipt(problem=problem)
             except grpc.aio.UsageError:

@@ -24,7 +24,7 @@ from roundtable.relay.forwarding import Forwarding, for_silo
 from roundtable.relay.held_updates import MOST_HELD, RelaySpool, key_of
 from roundtable.relay.relay_sums import RelaySums
 from roundtable.relay.silos import Silo, Silos, asked_of, fits
-from roundtable.relay.sum_orders import SumTerms, speaks_itself
+from roundtable.relay.sum_orders import SumTerms
 from roundtable.relay.trunk import Trunk
 from roundtable.server.auth.access import LINES_A_SECOND, LINES_AT_ONCE, Context, Refusal, caller, principal
 from roundtable.server.auth.rate_limit import RateLimit
@@ -63,10 +63,8 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         threads: ThreadPoolExecutor,
         heartbeat: float,
         patience: float,
-        name: str,
         sums: RelaySums,
     ) -> None:
-        self._name = name
         self._sums = sums
         self._silos = silos
         self._relayed = relayed
@@ -121,6 +119,11 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         self._borne[bearer.silo] = shown
         self._trunk.send(relay_pb2.FromRelay(bearer=shown))
 
+    def bearers(self, silos: Iterable[str]) -> list[relay_pb2.Bearer]:
+        """Who signs the updates of these silos, of those that are known here."""
+        here = {name: silo.bearer() for name in silos if (silo := self._silos.get(name)) is not None}
+        return list({**{name: self._borne[name] for name in silos if name in self._borne}, **here}.values())
+
     @property
     def coordinator(self) -> str:
         """The database's identity, as the coordinator has said last."""
@@ -157,10 +160,11 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         if self._holds(name, offer):
             return agent_pb2.UploadState(receipt=await self._outcome(name, offer))
         if self._most(name, offer) is None or not offer.layout:
-            state = await self._ask(name, request)
+            state = await self.ask(name, request)
             if not state.wanted or not offer.layout:
                 return state
-        return agent_pb2.UploadState(offset=self._spool.received(name, offer), wanted=True)
+        summed = self._terms(self._silos.get(name), offer) is not None
+        return agent_pb2.UploadState(offset=self._spool.received(name, offer), wanted=True, summed=summed)
 
     @override
     async def Upload(  # type: ignore[override]
@@ -258,9 +262,7 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
 
     def _terms(self, silo: Silo | None, offer: UploadOffer) -> SumTerms | None:
         """How the update is to be added up here; None where it is handed on."""
-        if silo is None or not speaks_itself(self._name, silo.way):
-            return None
-        order = silo.sum_order(key_of(silo.name, offer)[1:])
+        order = silo.sum_order(key_of(silo.name, offer)[1:]) if silo is not None else None
         return order.terms if order is not None else None
 
     async def _take(
@@ -269,7 +271,7 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         """Takes an update's bytes and keeps them; the receipt instead where they are not wanted."""
         most = self._most(name, offer)
         if most is None:
-            state = await self._ask(name, header)
+            state = await self.ask(name, header)
             if not state.wanted:
                 return state.receipt
             most = offer.size
@@ -288,7 +290,7 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
                 f"{MOST_HELD} updates of this silo are held here already",
             )
         terms = self._terms(silo, offer)
-        if state.summed and terms is None and speaks_itself(self._name, bearer.passage.relay):
+        if state.summed and terms is None:
             raise Refusal(
                 grpc.StatusCode.UNAVAILABLE,
                 "the job's updates are added up here, and the order for this one is not here yet; come again",
@@ -315,7 +317,7 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         receipt = await self._forwarding.receipt(key_of(name, offer), patience)
         return receipt or self._receipts.give(name, offer, Outcome(HELD, "the relay has it and hands it on"))
 
-    async def _ask(self, name: str, header: agent_pb2.UploadHeader) -> agent_pb2.UploadState:
+    async def ask(self, name: str, header: agent_pb2.UploadHeader) -> agent_pb2.UploadState:
         """What the coordinator says of an update that the relay does not know of."""
         state: agent_pb2.UploadState = await self._passed_on(
             lambda stub: stub.UploadStatus(header, metadata=for_silo(name))

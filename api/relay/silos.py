@@ -89,7 +89,7 @@ class Silo:
     def most_bytes(self, asked: Asked) -> int | None:
         """How large an update of this step can be; None where no such order is known."""
         size = self._asked.get(asked)
-        return None if size is None else UPDATE_FACTOR * size + UPDATE_EXTRA
+        return None if size is None else most_bytes_of(size)
 
     def model(self, digest: str) -> ArtifactName | None:
         """The model of this digest, if the silo was asked to work with it."""
@@ -138,6 +138,11 @@ class Silos:
             return False
         del self._silos[silo.name]
         return True
+
+
+def most_bytes_of(model_bytes: int) -> int:
+    """How large an update of such a model can be."""
+    return UPDATE_FACTOR * model_bytes + UPDATE_EXTRA
 
 
 def fits(message: agent_pb2.FromAgent) -> bool:

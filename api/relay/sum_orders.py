@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Any, cast, get_args
 
@@ -14,6 +14,8 @@ from roundtable.core.errors import ConfigError, ProtocolError
 from roundtable.core.identity.signing import PATH_MARK
 from roundtable.core.privacy_table import masking_of
 from roundtable.privacy.secagg.masks import MASKED, RING_BITS
+
+EARLIER = 0.9
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,12 @@ class SumTerms:
 
 @dataclass(frozen=True)
 class SumOrder:
-    """A silo was asked for an update that is to be added up; no later than `seconds` from now."""
+    """A silo was asked for an update that is to be added up; no later than `seconds` from now. Its model has
+    so many bytes."""
 
     terms: SumTerms
     seconds: float
+    model_bytes: int = 0
 
 
 def sum_order_of(instruction: StepInstruction) -> SumOrder | None:
@@ -66,12 +70,14 @@ def sum_order_of(instruction: StepInstruction) -> SumOrder | None:
         return None
     encoding, ring = (MASKED, masking.ring_bits) if masking is not None else (job.transfer.up, 0)
     terms = SumTerms(job.aggregation.weighting, encoding, work.layout, work.model.digest, ring)
-    return SumOrder(terms, job.regions.close * instruction.seconds)
+    return SumOrder(terms, job.regions.close * instruction.seconds, work.model.size)
 
 
-def speaks_itself(name: str, way: str) -> bool:
-    """Whether the relay `name` is the last on a silo's way, the one that speaks to the coordinator."""
-    return way.rpartition(PATH_MARK)[2] == name
+def earlier(order: SumOrder, name: str, way: str) -> SumOrder:
+    """The order at the relay `name` on a silo's way: each relay before the last closes its sums earlier than
+    the next one, which waits for them."""
+    after = way.split(PATH_MARK)[::-1].index(name)
+    return replace(order, seconds=order.seconds * EARLIER**after)
 
 
 @lru_cache(maxsize=16)

@@ -22,7 +22,7 @@ class RelayedSilos:
         self._here = (here,) if here else ()
         self._principals = principals
         self._authority = authority
-        self._silos: dict[str, dict[str, bytes]] = {}
+        self._silos: dict[str, dict[str, tuple[bytes, tuple[str, ...]]]] = {}
 
     def admit(
         self, relay: str, silo: str, identity: bytes, installation: bytes, passage: Passage | None
@@ -44,7 +44,7 @@ class RelayedSilos:
         if holder != silo:
             raise IdentityError(f"the identity certificate that {silo!r} shows is one of {holder!r}")
         check_signature(key, "passage", _signed(silo, passage, installation), passage.signature, silo)
-        self._silos.setdefault(relay, {})[silo] = identity
+        self._silos.setdefault(relay, {})[silo] = identity, passage.path
         return Principal(silo, "agent", "relay", shown.expires), key
 
     def _leads_here(self, path: tuple[str, ...], relay: str) -> bool:
@@ -58,11 +58,15 @@ class RelayedSilos:
         """The relay is gone: it speaks for nobody."""
         self._silos.pop(relay, None)
 
-    def caller(self, relay: str, silo: str) -> Principal:
-        """The silo for which a relay calls; IdentityError unless it may."""
-        identity = self._silos.get(relay, {}).get(silo)
+    def caller(self, relay: str, silo: str, way: tuple[str, ...] = ()) -> Principal:
+        """The silo for which a relay calls; IdentityError unless it may, and the silo's way to it ends with
+        `way`, the relays on it with that one as the last."""
+        identity, path = self._silos.get(relay, {}).get(silo, (None, ()))
         if identity is None:
             raise IdentityError(f"the relay {relay!r} does not speak for a silo of this name")
+        here = path.index(relay) + 1
+        if path[max(0, here - len(way)) : here] != way and way:
+            raise IdentityError(f"the way of {silo!r} is not by the relays {PATH_MARK.join(way)!r}")
         return Principal(silo, "agent", "relay", self._principals.of_certificate(identity).expires)
 
     def silos_of(self, who: Principal) -> Collection[str]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from roundtable.core import bounds
 from roundtable.core.errors import ProtocolError
+from roundtable.core.identity.signing import MOST_RELAYS
 from roundtable.proto import relay_pb2
 from roundtable.proto.receipts import sum_values
 from roundtable.server.door.agent_messages import JobStep, Passage, UploadOffer
@@ -41,8 +43,9 @@ class Bearer:
 
 @dataclass(frozen=True)
 class SumOffer:
-    """A sum that is offered: BLAKE3 digest and bytes, its members by name, and what the relay has signed of
-    it at `time`, but for its own name. With `ask` no bytes follow."""
+    """A sum that is offered: BLAKE3 digest and bytes, its members by name, `sums` of relays behind the one
+    that offers it, with those, and what the relay has signed of it at `time`, but for its own name. With
+    `ask` no bytes follow."""
 
     at: JobStep
     digest: str
@@ -54,6 +57,15 @@ class SumOffer:
     offset: int
     ask: bool
     statement: Mapping[str, Any]
+    sums: tuple[tuple[str, SumOffer], ...] = ()
+
+    @cached_property
+    def everyone(self) -> Mapping[str, UploadOffer]:
+        """All silos whose updates are in it, by name."""
+        found = dict(self.members)
+        for _, below in self.sums:
+            found |= below.everyone
+        return dict(sorted(found.items()))
 
 
 def relay_of(message: relay_pb2.FromRelay) -> RelayIntroduction | None:
@@ -68,6 +80,11 @@ def silo_of(name: str) -> str:
     return bounds.word(bounds.text(name, _SILO_CHARACTERS, "a silo's name"), "a silo's name")
 
 
+def relay_name(name: str) -> str:
+    """Decodes a relay's name; ProtocolError for what is none."""
+    return bounds.word(bounds.text(name, _SILO_CHARACTERS, "a relay's name"), "a relay's name")
+
+
 def bearer_of(message: relay_pb2.Bearer) -> Bearer:
     """Decodes who has signed the updates that a relay holds."""
     return Bearer(
@@ -78,12 +95,16 @@ def bearer_of(message: relay_pb2.Bearer) -> Bearer:
     )
 
 
-def sum_of(header: relay_pb2.SumHeader) -> SumOffer:
+def sum_of(header: relay_pb2.SumHeader, depth: int = 1) -> SumOffer:
     """Decodes what goes before a sum's bytes; ProtocolError for anything that cannot be."""
+    bounds.within(depth, 1, MOST_RELAYS, "the number of relays behind each other")
     at, content = step_of(header.step), header.content
     if not bounds.is_digest(content.digest):
         raise ProtocolError("the sum's digest is no BLAKE3 digest of 64 hexadecimal digits")
-    bounds.within(len(header.members), 1, MOST_MEMBERS, "the number of a sum's members")
+    bounds.within(len(header.sums), 0, MOST_MEMBERS, "the number of sums in a sum")
+    below = tuple((relay_name(each.relay), sum_of(each.header, depth + 1)) for each in header.sums)
+    count = len(header.members) + sum(len(each.everyone) for _, each in below)
+    bounds.within(count, 1, MOST_MEMBERS, "the number of a sum's members")
     members: dict[str, UploadOffer] = {}
     for member in header.members:
         name, offer = silo_of(member.silo), offer_of(member.header)
@@ -92,7 +113,7 @@ def sum_of(header: relay_pb2.SumHeader) -> SumOffer:
         if members and name <= next(reversed(members)):
             raise ProtocolError("a sum's members are in the order of their names, each once")
         members[name] = offer
-    return SumOffer(
+    made = SumOffer(
         at=at,
         digest=content.digest,
         size=bounds.within(content.size, 1, bounds.MOST_BYTES, "a sum's bytes"),
@@ -103,4 +124,8 @@ def sum_of(header: relay_pb2.SumHeader) -> SumOffer:
         offset=bounds.within(header.offset, 0, bounds.MOST_BYTES, "a sum's offset"),
         ask=header.ask,
         statement={name: value for name, value in sum_values("", header).items() if name != "relay"},
+        sums=below,
     )
+    if len(made.everyone) != count or any((each.at, each.size) != (at, made.size) for _, each in below):
+        raise ProtocolError("a sum lies in another one of the same step and size, and nobody is in both")
+    return made

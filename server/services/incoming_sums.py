@@ -68,29 +68,16 @@ class IncomingSums:
         if first is None or first.WhichOneof("part") != "header":
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a sum begins with its header")
         offer = sum_of(first.header)
-        self._check_signed(relay, offer)
+        check_signed(self._relayed, self._authority, offer, relay)
         async with self._places:
             return await self._take(relay, offer, parts)
-
-    def _check_signed(self, relay: str, offer: SumOffer) -> None:
-        values = {**offer.statement, "relay": relay}
-        try:
-            signer = verify(
-                offer.certificate, self._authority, "relay", "sum", values, offer.signature, at=offer.time
-            )
-            if signer != relay:
-                raise IdentityError(f"the sum is signed by {signer!r}")
-            for silo in offer.members:
-                self._relayed.caller(relay, silo)
-        except (IdentityError, ValueError) as error:
-            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"the sum of {relay!r}: {error}") from error
 
     async def _take(
         self, relay: str, offer: SumOffer, parts: AsyncIterator[relay_pb2.SumPart]
     ) -> relay_pb2.SumReceipt:
         wanted: list[Offer] = []
         decided: dict[str, Outcome] = {}
-        for number, (silo, update) in enumerate(offer.members.items(), 1):
+        for number, (silo, update) in enumerate(offer.everyone.items(), 1):
             if silo not in self._services.sessions.identities:
                 raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"{silo!r} has shown no identity here")
             found = await self._uploads.consider(silo, update)
@@ -102,7 +89,7 @@ class IncomingSums:
                 await asyncio.sleep(0)
         if decided:
             accepted = [each for each in decided.values() if each.status == Receipt.ACCEPTED]
-            return self._told(offer, decided, taken=len(accepted) == len(offer.members))
+            return self._told(offer, decided, taken=len(accepted) == len(offer.everyone))
         step, collection = wanted[0].step, wanted[0].runner.collection
         size, check = collection.sum_content(step)
         if problem := _problem(wanted[0], offer, size):
@@ -114,7 +101,7 @@ class IncomingSums:
         writer = self._services.artifacts.receive(owner, offer.digest, offer.size, check, offer.offset)
         try:
             await transfer.in_thread(self._threads, writer.open)
-            await transfer.receive(_pieces(parts, step), writer, offer.size, self._threads)
+            await transfer.receive(pieces_of(parts, step), writer, offer.size, self._threads)
             return await self._complete(relay, offer, wanted, writer, check)
         finally:
             writer.close()
@@ -152,16 +139,10 @@ class IncomingSums:
         pairs = [
             (each, update_in(each, digest, self._uploads.figures(each, None, None), relay)) for each in wanted
         ]
-        statement = {
-            "purpose": "sum",
-            "statement": {**offer.statement, "relay": relay},
-            "signature": offer.signature.hex(),
-            "certificate": offer.certificate.decode(errors="replace"),
-        }
         for each in wanted:
             runner.collection.arrived(each.client, each.update)
         row = RelayedSumRow(
-            step.round, step.attempt, wanted[0].client, relay, digest, now, to_json(statement)
+            step.round, step.attempt, wanted[0].client, relay, digest, now, to_json(_evidence(relay, offer))
         )
         verdict = await runner.inbox.tell(
             m.SumArrived(step, tuple(update for _, update in pairs)),
@@ -182,7 +163,7 @@ class IncomingSums:
         """The receipts of members, each signed for the silo itself."""
         members = [
             relay_pb2.MemberReceipt(
-                silo=silo, receipt=self._receipts.give(silo, offer.members[silo], outcome)
+                silo=silo, receipt=self._receipts.give(silo, offer.everyone[silo], outcome)
             )
             for silo, outcome in outcomes.items()
         ]
@@ -198,9 +179,37 @@ def _problem(member: Offer, offer: SumOffer, expected: int) -> str:
     return ""
 
 
-async def _pieces(parts: AsyncIterator[relay_pb2.SumPart], step: m.Step) -> AsyncIterator[Piece]:
+async def pieces_of(parts: AsyncIterator[relay_pb2.SumPart], step: m.Step) -> AsyncIterator[Piece]:
+    """The chunks that follow a sum's header; Refusal for anything else."""
     async for part in parts:
         if part.WhichOneof("part") != "chunk":
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "after a sum's header only chunks follow")
         yield Piece(part.chunk.offset, part.chunk.data)
         failpoint("update_part", step.round, step.phase)
+
+
+def check_signed(relayed: RelayedSilos, authority: bytes, offer: SumOffer, *way: str) -> None:
+    """Refusal unless the first relay of `way` has signed the sum, each relay behind it its own sum that is in
+    it, and the last one speaks for all silos, each of whose ways leads by these relays."""
+    try:
+        values = {**offer.statement, "relay": way[0]}
+        signer = verify(offer.certificate, authority, "relay", "sum", values, offer.signature, at=offer.time)
+        if signer != way[0]:
+            raise IdentityError(f"the sum is signed by {signer!r}")
+        for silo in offer.members:
+            relayed.caller(way[-1], silo, way)
+    except (IdentityError, ValueError) as error:
+        raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"the sum of {way[0]!r}: {error}") from error
+    for below, each in offer.sums:
+        check_signed(relayed, authority, each, below, *way)
+
+
+def _evidence(relay: str, offer: SumOffer) -> dict[str, object]:
+    """The relay's signed statement, and those of relays behind it."""
+    return {
+        "purpose": "sum",
+        "statement": {**offer.statement, "relay": relay},
+        "signature": offer.signature.hex(),
+        "certificate": offer.certificate.decode(errors="replace"),
+        "sums": [_evidence(below, each) for below, each in offer.sums],
+    }

@@ -28,7 +28,6 @@ from roundtable.server.door.from_relays import Bearer, RelayIntroduction, bearer
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import Identity
 from roundtable.server.services.agents import AgentService
-from roundtable.server.services.incoming_sums import IncomingSums
 from roundtable.server.services.lines import Line, shown_in
 
 log = logging.getLogger("roundtable.server.services.relays")
@@ -61,6 +60,13 @@ class Above(Protocol):
         """A silo that is away, whose updates a relay holds; its Ed25519 key."""
 
 
+class TakesSums(Protocol):
+    """What becomes of relays' sums."""
+
+    async def receive(self, relay: str, parts: AsyncIterator[relay_pb2.SumPart]) -> relay_pb2.SumReceipt:
+        """Takes a whole sum; what was decided about it and its members."""
+
+
 class AboveAll:
     """The coordinator: nobody is above it."""
 
@@ -87,9 +93,8 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
         relayed: RelayedSilos,
         principals: CertifiedCallers,
         version: str,
-        sums: IncomingSums | None = None,
+        sums: TakesSums,
     ) -> None:
-        """Without `sums` none is taken: only the relay that speaks to the coordinator adds updates up."""
         self._sums = sums
         self._above = above
         self._access = access
@@ -129,8 +134,6 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
 
     @override
     async def Sum(self, requests: AsyncIterator[relay_pb2.SumPart], context: Context) -> relay_pb2.SumReceipt:
-        if self._sums is None:
-            raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "a relay takes no sums: hand the updates on to it")
         return await self._sums.receive(caller(context), aiter(requests))
 
     def end_all(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 from blake3 import blake3
@@ -62,6 +62,35 @@ class Turnstile:
         finally:
             moment.cancel()
             give_back()
+
+
+class NewestCalls(Generic[Result]):
+    """Of the calls that bring one and the same thing the newest goes on, once an older one has ended."""
+
+    def __init__(self) -> None:
+        self._active: dict[str, asyncio.Task[Result]] = {}
+
+    async def run(self, name: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """What the work returns. Refusal where a newer call has taken its place."""
+        while (older := self._active.get(name)) is not None:
+            older.cancel()
+            await asyncio.wait([older])
+            if self._active.get(name) is older:
+                del self._active[name]
+        task = self._active[name] = asyncio.get_running_loop().create_task(work())
+        try:
+            return await task
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait([task])
+            if self._active.get(name) is not task:
+                raise Refusal(
+                    grpc.StatusCode.ABORTED, "another call with the same has taken the place of this one"
+                ) from None
+            raise
+        finally:
+            if self._active.get(name) is task:
+                del self._active[name]
 
 
 async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., Result], *arguments: object) -> Result:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
@@ -86,7 +85,7 @@ class Uploads:
         self._authority = authority
         self._services = services
         self._threads = threads
-        self._active: dict[str, asyncio.Task[Outcome]] = {}
+        self._active = transfer.NewestCalls[Outcome]()
         self._corrupted: Counter[str] = Counter()
         self._begun: dict[str, str] = {}
         self._turnstile = transfer.Turnstile()
@@ -128,25 +127,7 @@ class Uploads:
         offer = await self.consider(client, update)
         if isinstance(offer, Outcome):
             return offer
-        older = self._active.get(offer.owner)
-        if older is not None:
-            older.cancel()
-            await asyncio.wait([older])
-        task = asyncio.get_running_loop().create_task(self._take(offer, parts))
-        self._active[offer.owner] = task
-        try:
-            return await task
-        except asyncio.CancelledError:
-            task.cancel()
-            await asyncio.wait([task])
-            if self._active.get(offer.owner) is not task:
-                raise Refusal(
-                    grpc.StatusCode.ABORTED, "another upload of this update has taken the place of this one"
-                ) from None
-            raise
-        finally:
-            if self._active.get(offer.owner) is task:
-                del self._active[offer.owner]
+        return await self._active.run(offer.owner, lambda: self._take(offer, parts))
 
     async def consider(self, client: str, update: UploadOffer) -> Offer | Outcome:
         """Returns the offer if its bytes are wanted; otherwise what became of it."""

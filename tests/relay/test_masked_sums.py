@@ -68,11 +68,15 @@ async def tree(federation: Federation) -> AsyncIterator[dict[str, Any]]:
         yield {"trainers": trainers, "tasks": tasks}
 
 
-def summed(federation: Federation) -> list[tuple[str, list[str]]]:
-    """What east has made, and what became of it."""
-    path = federation.folder / "relays" / "east" / "sums.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [(line["outcome"], sorted(line["sum"]["statement"]["members"])) for line in lines]
+def summed(federation: Federation, name: str = "east") -> list[tuple[str, list[str]]]:
+    """What a relay has made, of whose updates and of which relays' sums, and what became of it."""
+    path = federation.folder / "relays" / name / "sums.jsonl"
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        statement = json.loads(line)["sum"]["statement"]
+        parts = [*statement["members"], *(relay for relay, _ in statement["sums"])]
+        found.append((json.loads(line)["outcome"], parts))
+    return found
 
 
 async def model(
@@ -97,7 +101,8 @@ async def test_a_tree_of_relays_gives_the_bits_of_the_flat_masked_sum(tmp_path: 
     federation = Federation.make(tmp_path, *SILOS)
     async with tree(federation):
         through, rounds = await model(federation, SUMS + "[cohort]\nsize = 4", "sums", 2)
-        assert summed(federation) == [("taken", ["alder", "birch", "cedar"])] * 2
+        assert summed(federation) == [("taken", ["birch", "cedar", "west"])] * 2
+        assert summed(federation, "west") == [("taken", ["alder"])] * 2
         flat, others = await model(federation, UNIFORM + "[cohort]\nsize = 4", "flat", 2)
     assert torch.equal(through, flat)
     assert through.abs().sum() > CLIP
@@ -120,6 +125,6 @@ async def test_who_dies_once_the_sum_has_left_is_in_it(tmp_path: Path) -> None:
                 gate.set()
 
         made, rounds = await model(federation, text, "after", 1, received)
-        assert summed(federation) == [("taken", ["alder", "birch", "cedar"])]
+        assert summed(federation) == [("taken", ["birch", "cedar", "west"])]
         assert torch.equal(made, torch.stack([whole(place, 1) for place in range(4)]).mean(0))
         assert rounds[0]["contributors"] == sorted(SILOS)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundtable.aggregation.rows.row_digests import DamagedRows
-from roundtable.client.agent.connection import Link
+from roundtable.client.agent.connection import Backoff, Link
 from roundtable.core.errors import TransferError
 from roundtable.core.identity.credentials import SiloIdentity, create_ca, issue, load_silo_identity
 from roundtable.privacy.secagg.masks import MASKED, pack
@@ -28,6 +28,8 @@ from roundtable.relay.made_sums import SumSpool
 from roundtable.relay.relay_sums import RelaySums
 from roundtable.relay.silos import Silo, Silos
 from roundtable.relay.sum_orders import SumOrder, SumTerms
+from roundtable.relay.sums_below import SumsBelow
+from roundtable.server.auth.access import Refusal
 from roundtable.server.door.from_agents import offer_of
 
 TERMS = SumTerms("examples", "float32", "1" * 64, "2" * 64)
@@ -42,6 +44,18 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> SiloIdentity:
     create_ca(folder / "ca")
     issue(folder / "ca", "east", "relay", folder / "east", hosts=("localhost",))
     return load_silo_identity(folder / "east")
+
+
+@pytest.fixture(scope="module")
+def west_identity(identity: SiloIdentity, tmp_path_factory: pytest.TempPathFactory) -> SiloIdentity:
+    ca = next(tmp_path_factory.getbasetemp().glob("relay*/ca"))
+    issue(ca, "west", "relay", ca.parent / "west", hosts=("localhost",))
+    return load_silo_identity(ca.parent / "west")
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roundtable.relay.relay_sums.Backoff", lambda: Backoff(0.01, 0.05))
 
 
 class Counting:
@@ -65,14 +79,15 @@ class Counting:
             raise failed()
         if self.problem:
             return relay_pb2.SumReceipt(problem=self.problem)
-        names = [member.silo for member in header.members]
+        members = everyone(header)
+        names = sorted(members)
         if any(name in self.decided for name in names):
             return self._receipt([name for name in names if name in self.decided])
         if header.ask:
             return relay_pb2.SumReceipt()
         data = b"".join([part.chunk.data async for part in parts])
         assert blake3(data).hexdigest() == header.content.digest
-        weight = sum(member.header.examples for member in header.members)
+        weight = sum(members.values())
         self.total += weight * np.frombuffer(data, np.float32)
         self.weight += weight
         self.sums.append(names)
@@ -95,6 +110,64 @@ class Counting:
         return relay_pb2.SumReceipt(taken=True, members=members)
 
 
+def everyone(header: Any) -> dict[str, int]:
+    """The examples of all silos in a sum; nobody is in it twice."""
+    parts = [{each.silo: each.header.examples} for each in header.members]
+    parts += [everyone(below.header) for below in header.sums]
+    found = {silo: examples for part in parts for silo, examples in part.items()}
+    assert len(found) == sum(map(len, parts))
+    return found
+
+
+class Behind:
+    """What a relay behind another one calls: all of its silos have said that it may speak for them."""
+
+    def __init__(self, upper: Region, folder: Path, authority: bytes) -> None:
+        self._upper = upper
+        self._folder = folder
+        self._authority = authority
+        self._sums: RelaySums | None = None
+
+    def caller(self, relay: str, silo: str, way: tuple[str, ...]) -> None:
+        assert way == ("west",)
+
+    async def asked(self, silo: str, header: Any) -> Any:
+        above: Any = self._upper.above
+        status = above.decided.get(silo)
+        receipt = None if status is None else agent_pb2.UploadReceipt(status=status)
+        return agent_pb2.UploadState(wanted=status is None, receipt=receipt)
+
+    async def Sum(self, parts: AsyncIterator[Any], metadata: Any = ()) -> Any:
+        if self._sums is not self._upper.sums:
+            self._sums = self._upper.sums
+            relayed: Any = self
+            self._door = SumsBelow(
+                self._folder,
+                self._upper.silos,
+                relayed,
+                self._authority,
+                self._sums,
+                self.asked,
+                self._upper.threads,
+            )
+        call = asyncio.create_task(self._door.receive("west", parts))
+        self._upper.calls.add(call)
+        try:
+            return await call
+        except (Refusal, asyncio.CancelledError) as error:
+            if isinstance(error, Refusal) or not self._ended():
+                raise failed() from error
+            raise
+        finally:
+            call.cancel()
+            self._upper.calls.discard(call)
+
+    def _ended(self) -> bool:
+        """Whether it is the caller that was cancelled, and not the relay that answers it."""
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+
+
 def failed() -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "away", ""
@@ -104,20 +177,23 @@ def failed() -> grpc.aio.AioRpcError:
 class Region:
     """A relay's sums on a folder, before a `Counting` coordinator; `restart` is what a kill leaves."""
 
-    def __init__(self, folder: Path, identity: SiloIdentity, above: Counting) -> None:
-        self._folder, self._identity, self._above = folder, identity, above
-        self._threads = ThreadPoolExecutor(1)
+    def __init__(
+        self, folder: Path, identity: SiloIdentity, above: Counting | Behind, name: str = "east"
+    ) -> None:
+        self._folder, self._identity, self.above, self._name = folder, identity, above, name
+        self.threads = ThreadPoolExecutor(1)
         self.silos = Silos()
         self.spool = RelaySpool(folder / "updates")
         self.waiting: dict[str, asyncio.Task[Any]] = {}
+        self.calls: set[asyncio.Task[Any]] = set()
         self._begin()
 
     def _begin(self) -> None:
         link = Link()
-        stub: Any = self._above
+        stub: Any = self.above
         link.attach(stub, asyncio.Queue())
-        made = SumSpool(self._folder / "sums", "east", self._identity)
-        self.sums = RelaySums(link, made, self.silos, lambda _: None, self._threads)
+        made = SumSpool(self._folder / "sums", self._name, self._identity)
+        self.sums = RelaySums(link, made, self.silos, lambda _: None, self.threads)
 
     def ask(self, *names: str) -> None:
         for name in names:
@@ -153,9 +229,10 @@ class Region:
         self.waiting[held.silo] = asyncio.create_task(wait())
 
     async def restart(self) -> None:
-        for task in self.waiting.values():
+        tasks = [*self.waiting.values(), *self.calls]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self.waiting.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.sums.close()
         self.waiting.clear()
         self._begin()
@@ -172,7 +249,7 @@ class Region:
 
     async def close(self) -> None:
         await self.sums.close()
-        self._threads.shutdown()
+        self.threads.shutdown()
 
 
 async def settled(region: Region, *names: str) -> list[int]:
@@ -232,20 +309,37 @@ async def test_what_cannot_be_added_up_goes_on_by_itself(tmp_path: Path, identit
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_each_update_counts_once_whoever_is_killed_or_goes_another_way(
-    tmp_path_factory: pytest.TempPathFactory, identity: SiloIdentity, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    identity: SiloIdentity,
+    west_identity: SiloIdentity,
+    data: st.DataObject,
 ) -> None:
+    """Three of them are behind a relay behind the one that speaks to the coordinator, or none is."""
     names = "abcde"
+    behind = data.draw(st.sampled_from(["", "abc"]))
 
     async def play() -> None:
         above = Counting()
-        region = Region(tmp_path_factory.mktemp("region"), identity, above)
-        region.ask(*names)
+        east = Region(tmp_path_factory.mktemp("region"), identity, above)
+        ca = next(tmp_path_factory.getbasetemp().glob("relay*/ca/ca.crt")).read_bytes()
+        door = Behind(east, tmp_path_factory.mktemp("below"), ca)
+        west = Region(tmp_path_factory.mktemp("behind"), west_identity, door, "west")
+        east.ask(*names)
+        west.ask(*behind)
         vectors = {name: np.full(3, float(place + 1)) for place, name in enumerate(names)}
         examples = {name: 10 * (place + 1) for place, name in enumerate(names)}
         direct: set[str] = set()
+
+        async def begin_anew(region: Region) -> None:
+            """The coordinator asks again those that it waits for, once they are back."""
+            await region.restart()
+            here = names if region is east else behind
+            region.ask(*(name for name in here if name not in above.decided))
+
         left = list(names)
         while left:
             name = data.draw(st.sampled_from(left))
+            region = west if name in behind else east
             match data.draw(st.sampled_from(["deliver", "deliver", "direct", "late", "restart", "lost"])):
                 case "deliver":
                     region.deliver(region.hold(name, vectors[name], examples[name]))
@@ -261,20 +355,24 @@ def test_each_update_counts_once_whoever_is_killed_or_goes_another_way(
                     region.deliver(region.hold(name, vectors[name], examples[name]))
                     left.remove(name)
                 case "restart":
-                    await region.restart()
+                    await begin_anew(region)
                 case "lost":
                     above.lost = 1
             for _ in range(data.draw(st.integers(0, 3))):
                 await asyncio.sleep(0.002)
-        if data.draw(st.booleans()):
-            await region.restart()
-        await asyncio.gather(*(region.result(name) for name in list(region.waiting)))
+        for region in (east, west):
+            if data.draw(st.booleans()):
+                await begin_anew(region)
+        await asyncio.gather(
+            *(region.result(name) for region in (east, west) for name in list(region.waiting))
+        )
         assert above.counted == {name: above.decided[name] == ACCEPTED for name in names}
         summed = [name for names in above.sums for name in names]
         assert set(summed) == {name for name in names if above.counted[name]} - direct
         expected = sum((examples[name] * vectors[name] for name in summed), np.zeros(3))
         np.testing.assert_allclose(above.total, expected, rtol=1e-6)
-        await region.close()
+        await west.close()
+        await east.close()
 
     asyncio.run(play())
 

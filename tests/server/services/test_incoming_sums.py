@@ -73,14 +73,16 @@ class Relay:
         self.stub: Any = relay_pb2_grpc.RelaysStub(self.channel)
         self.identity = identity
 
-    async def speak_for(self, *silos: Silo) -> None:
+    async def speak_for(self, *silos: Silo, behind: str = "") -> None:
+        """The silo `behind` is behind west, which is behind this relay."""
         self.trunk = self.stub.Trunk()
         hello = relay_pb2.RelayHello(version="test", protocol=PROTOCOL_VERSION, clock=time.time())
         await self.trunk.write(relay_pb2.FromRelay(hello=hello))
         assert (await self.trunk.read()).WhichOneof("message") == "welcome"
         for silo in silos:
-            passage = agent_pb2.Passage(relay="east")
-            passage.signature = sign(silo.identity, "passage", passage_values(silo.name, "east", bytes(32)))
+            way = "west/east" if silo.name == behind else "east"
+            passage = agent_pb2.Passage(relay=way)
+            passage.signature = sign(silo.identity, "passage", passage_values(silo.name, way, bytes(32)))
             bearer = relay_pb2.Bearer(
                 silo=silo.name, identity=silo.identity.certificate, installation=bytes(32), passage=passage
             )
@@ -216,6 +218,49 @@ async def test_a_sum_that_is_not_of_those_who_signed_is_refused(
     assert "5 bytes" in (await relay.send(*relay.header(alder, birch, data=bytes(5)))).problem
     told = await relay.send(*relay.header(alder, birch))
     assert told.taken
+
+
+async def test_a_sum_in_a_sum_is_signed_by_a_relay_on_its_silos_way(
+    coordinator: Coordinator, operator: Operator, region: tuple[Relay, list[Silo]], certificates: Path
+) -> None:
+    relay, (alder, birch, cedar) = region
+    await started(operator, [alder, birch, cedar])
+    await relay.speak_for(alder, birch, cedar, behind="alder")
+    issue(certificates / "ca", "west", "relay", certificates / "west", hosts=("localhost",))
+    west = load_silo_identity(certificates / "west")
+
+    def below(silo: Silo, signer: SiloIdentity = west) -> relay_pb2.SumBelow:
+        header, _ = relay.header(silo, certificate=signer.certificate)
+        header.signature = sign(signer, "sum", sum_values("west", header))
+        return relay_pb2.SumBelow(relay="west", header=header)
+
+    def within(*sums: relay_pb2.SumBelow) -> tuple[relay_pb2.SumHeader, bytes]:
+        header, data = relay.header(birch, data=bytes(16))
+        header.sums.extend(sums)
+        header.signature = sign(relay.identity, "sum", sum_values("east", header))
+        return header, data
+
+    denied, invalid = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT
+    assert (await relay.refused(*within(below(alder, relay.identity))))[0] == denied
+    code, said = await relay.refused(*within(below(cedar)))
+    assert (code, "not by the relays 'west/east'" in said) == (denied, True)
+    assert (await relay.refused(*within(below(birch))))[0] == invalid
+    assert (await relay.refused(*within(below(alder), below(alder))))[0] == invalid
+    unsigned, data = within(below(alder))
+    unsigned.sums[0].header.time += 1
+    assert (await relay.refused(unsigned, data))[0] == denied
+    told = await relay.send(*within(below(alder)))
+    assert told.taken
+    assert [(each.silo, each.receipt.status) for each in told.members] == [
+        ("alder", Status.ACCEPTED),
+        ("birch", Status.ACCEPTED),
+    ]
+    (row,) = await coordinator._database.read(
+        lambda found: found.execute(sa.select(tables.relayed_sums)).all()
+    )
+    ca = (certificates / "ca" / "ca.crt").read_bytes()
+    (inner,) = json.loads(row.statement)["sums"]
+    assert open_envelope(inner, ca, "relay", "sum").signer == "west"
 
 
 async def test_a_job_that_says_nothing_of_sums_takes_none(
