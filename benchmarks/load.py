@@ -262,6 +262,7 @@ class Load:
     ) -> None:
         self.folder, self.agents, self.cohort, self.rounds = folder, agents, cohort, rounds
         self.regions, self._through = regions, dict[str, int]()
+        self._each = min(AGENTS_A_PROCESS, -(-agents // max(1, regions)))
         self.train = train
         self.port = free_port()
         self.started: dict[int, float] = {}
@@ -292,6 +293,8 @@ class Load:
                 self._idle(process, before)
             with self._asking("in the rounds"):
                 self._rounds(operator, process)
+                if self.regions:
+                    self._rounds(operator, process, summed=True)
             if not self.regions:
                 process.kill()
                 process.wait()
@@ -379,14 +382,14 @@ class Load:
         command = [sys.executable, __file__, "--be-agents"]
         return [
             subprocess.Popen([*command, *self._place(first)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            for first in range(0, self.agents, AGENTS_A_PROCESS)
+            for first in range(0, self.agents, self._each)
         ]
 
     def _place(self, first: int) -> list[str]:
         """What a process full of agents is told; those behind relays are dealt out process by process."""
         names = list(self._through)
-        relay = names[first // AGENTS_A_PROCESS % len(names)] if names else ""
-        count, port = min(AGENTS_A_PROCESS, self.agents - first), self._through.get(relay, self.port)
+        relay = names[first // self._each % len(names)] if names else ""
+        count, port = min(self._each, self.agents - first), self._through.get(relay, self.port)
         told = [str(each) for each in (self.folder, port, first, count, self.train)]
         return [*told, relay] if relay else told
 
@@ -411,27 +414,30 @@ class Load:
             flush=True,
         )
 
-    def job(self, rounds: int) -> JobConfig:
-        """Rounds of the cohort, without evaluation."""
+    def job(self, rounds: int, *, summed: bool = False) -> JobConfig:
+        """Rounds of the cohort, without evaluation; `summed` by the relays."""
         return JobConfig.model_validate(
             {
                 "task": "t",
                 "rounds": rounds,
                 "cohort": {"size": self.cohort, "minimum": self.cohort * 3 // 4, "deadline": "120 s"},
                 "evaluation": {"every": 0},
+                "regions": {"sum": summed},
+                "aggregation": {"validation": {"norm_ratio": "off", "weight_ratio": "off"}},
             }
         )
 
-    def _rounds(self, operator: OperatorClient, process: psutil.Process) -> None:
+    def _rounds(self, operator: OperatorClient, process: psutil.Process, *, summed: bool = False) -> None:
         began, cpu = time.monotonic(), _cpu(process)
-        job = operator.submit(self.job(self.rounds), self.folder / "model.safetensors")
+        job = operator.submit(self.job(self.rounds, summed=summed), self.folder / "model.safetensors")
         for update in operator.watch(job.id):
             for event in update.events:
-                if event.kind == "round_started":
+                if event.kind == "round_started" and not summed:
                     self.started[event.round] = event.time
         seconds, used = time.monotonic() - began, _cpu(process) - cpu
+        how = " that relays add up" if summed else ""
         print(
-            f"{self.rounds} rounds of {self.cohort}: {seconds / self.rounds:.2f} s a round, "
+            f"{self.rounds} rounds of {self.cohort}{how}: {seconds / self.rounds:.2f} s a round, "
             f"CPU {used / self.rounds:.2f} s a round ({operator.job(job.id).job.status})",
             flush=True,
         )

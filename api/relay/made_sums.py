@@ -36,6 +36,8 @@ from roundtable.server.door.from_relays import MOST_MEMBERS, SumOffer, sum_of
 
 log = logging.getLogger("roundtable.relay")
 
+LOG_BYTES = 64 << 20
+TAKEN, ANEW = "taken", "made anew"
 _ROOM = 1 << 16
 """Of a message, for what is beside the members."""
 
@@ -63,13 +65,19 @@ class Summed:
 
 
 class SumSpool:
-    """The folder of sums. `log` is beside it: a line for each sum and what became of it, for good."""
+    """The folder of sums. A log is beside it: a line for each sum and what became of it, in two files of
+    `LOG_BYTES` at most, the older one with the name's end .1.jsonl.
+
+    `told` counts sums by what became of them since the start, `summed` the updates in those that were taken.
+    """
 
     def __init__(self, folder: Path, relay: str, identity: SiloIdentity) -> None:
         self._folder = folder
         self._relay = relay
         self._identity = identity
         self._log = folder.with_suffix(".jsonl")
+        self.told: Counter[str] = Counter()
+        self.summed = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def make(self, held: Sequence[Part], terms: SumTerms) -> Summed:
@@ -115,7 +123,11 @@ class SumSpool:
         """The coordinator has decided about it. The statement and the outcome stay in the log. Blocks."""
         statement = envelope(self._identity, "sum", sum_values(self._relay, made.header))
         line = {"time": time.time(), "outcome": outcome, "sum": statement}
+        if self._log.exists() and self._log.stat().st_size >= LOG_BYTES:
+            self._log.replace(self._log.with_suffix(".1.jsonl"))
         append_synced(self._log, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        self.told[_kind(outcome)] += 1
+        self.summed += len(made.members) if outcome == TAKEN else 0
         made.path.with_suffix(".header").unlink(missing_ok=True)
         made.path.unlink(missing_ok=True)
 
@@ -124,7 +136,7 @@ class SumSpool:
         sum of another relay: that comes again, with its silos, for whom this relay speaks only then."""
         found = [made for path in sorted(self._folder.glob("*.header")) if (made := self._read(path))]
         for made in [each for each in found if each.offer.sums]:
-            self.remove(made, "made anew after a restart")
+            self.remove(made, f"{ANEW} after a restart")
             found.remove(made)
         known = {made.path.stem for made in found}
         for path in self._folder.iterdir():
@@ -231,6 +243,11 @@ def _as_many_as_fit(rows: Sequence[Part]) -> list[Part]:
         chosen.append(each)
         taken |= each.members.keys()
     return chosen
+
+
+def _kind(outcome: str) -> str:
+    """Of an outcome in words, for figures."""
+    return "taken" if outcome == TAKEN else "anew" if outcome.startswith(ANEW) else "refused"
 
 
 def _slug(offer: SumOffer) -> str:

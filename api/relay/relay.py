@@ -124,7 +124,7 @@ class Relay:
             authority = load_credentials(config.credentials).ca
             below = SumsBelow(config.state / "below", silos, relayed, authority, sums, service.ask, threads)
             server, behind = self._serve(service, callers, relayed, below)
-            page = RelayPage(config.state, config.credentials, silos, trunk, forwarding)
+            page = RelayPage(config.state, config.credentials, silos, trunk, forwarding, sums, summed)
             try:
                 async with AsyncExitStack() as stack:
                     self.metrics_port = await stack.enter_async_context(monitored(config.metrics, page))

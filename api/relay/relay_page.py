@@ -11,6 +11,8 @@ from roundtable.core.observability.histograms import ProcessMetrics
 from roundtable.core.observability.monitoring import Families
 from roundtable.proto.pieces import traffic
 from roundtable.relay.forwarding import Forwarding
+from roundtable.relay.made_sums import SumSpool
+from roundtable.relay.relay_sums import RelaySums
 from roundtable.relay.silos import Silos
 from roundtable.relay.trunk import Trunk
 
@@ -19,8 +21,17 @@ class RelayPage:
     """Figures of this process; none tells silos apart."""
 
     def __init__(
-        self, state: Path, credentials: Path, silos: Silos, trunk: Trunk, forwarding: Forwarding
+        self,
+        state: Path,
+        credentials: Path,
+        silos: Silos,
+        trunk: Trunk,
+        forwarding: Forwarding,
+        sums: RelaySums,
+        spool: SumSpool,
     ) -> None:
+        self._sums = sums
+        self._spool = spool
         self._state = state
         self._certificates = Lifetimes(credentials)
         self._silos = silos
@@ -42,4 +53,11 @@ class RelayPage:
         page.gauge("roundtable_relay_silos", "silos that are connected", {(): float(len(self._silos))})
         held = {(): float(len(self._forwarding))}
         page.gauge("roundtable_relay_updates_held", "updates without the coordinator's receipt", held)
+        sums = {(kind,): float(self._spool.told[kind]) for kind in ("taken", "anew", "refused")}
+        text = "sums by what became of them: taken, made anew, or refused and their updates handed on"
+        page.counter("roundtable_relay_sums", text, sums, ("outcome",))
+        updates = {(): float(self._spool.summed)}
+        page.counter("roundtable_relay_updates_summed", "updates in sums that were taken", updates)
+        undecided = {(): float(self._sums.undecided)}
+        page.gauge("roundtable_relay_sums_undecided", "sums that nothing was decided about yet", undecided)
         return page.made

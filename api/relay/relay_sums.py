@@ -30,7 +30,7 @@ from roundtable.core.machine.file_access import PLAIN_READ, read_at
 from roundtable.core.observability.logs import request_metadata, requesting
 from roundtable.proto import CHUNK_BYTES, agent_pb2, common_pb2, relay_pb2
 from roundtable.relay.held_updates import Held, HeldSum, Part
-from roundtable.relay.made_sums import MadeSum, SumSpool
+from roundtable.relay.made_sums import ANEW, TAKEN, MadeSum, SumSpool
 from roundtable.relay.silos import Asked, Silos
 from roundtable.relay.sum_orders import SumOrder
 from roundtable.server.services import transfer
@@ -153,6 +153,11 @@ class RelaySums:
             if step.waiting.get(part.name) is waits:
                 del step.waiting[part.name]
 
+    @property
+    def undecided(self) -> int:
+        """Sums that are made, and about which nothing was decided yet."""
+        return sum(len(step.made) for step in self._steps.values())
+
     async def close(self) -> None:
         """Ends all work; what is held is added up after the next start."""
         tasks = [step.task for step in self._steps.values() if step.task is not None]
@@ -235,7 +240,7 @@ class RelaySums:
             problem = "the coordinator has decided nothing about it"
         if problem:
             log.warning("the sum of %d updates is not taken: %s", len(made.members), problem)
-        outcome = problem or ("taken" if receipt.taken else "made anew without some of its members")
+        outcome = problem or (TAKEN if receipt.taken else f"{ANEW} without some of its members")
         await transfer.in_thread(self._threads, self._spool.remove, made, outcome)
         for part in [waits.part for waits in step.waiting.values()]:
             if all(made.members.get(silo) == update.digest for silo, update in part.members.items()):
@@ -260,7 +265,9 @@ class RelaySums:
             except grpc.aio.AioRpcError as error:
                 problem, code = f"{error.details()} ({error.code().name})", error.code()
                 if code is grpc.StatusCode.DATA_LOSS and await self._damaged(made):
-                    await transfer.in_thread(self._threads, self._spool.remove, made, "damaged at the relay")
+                    await transfer.in_thread(
+                        self._threads, self._spool.remove, made, f"{ANEW}: damaged at the relay"
+                    )
                     return None
                 denied += code is grpc.StatusCode.PERMISSION_DENIED
                 if code is grpc.StatusCode.PERMISSION_DENIED and denied < DENIALS:

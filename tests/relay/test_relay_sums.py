@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -192,8 +193,8 @@ class Region:
         link = Link()
         stub: Any = self.above
         link.attach(stub, asyncio.Queue())
-        made = SumSpool(self._folder / "sums", self._name, self._identity)
-        self.sums = RelaySums(link, made, self.silos, lambda _: None, self.threads)
+        self.spooled = SumSpool(self._folder / "sums", self._name, self._identity)
+        self.sums = RelaySums(link, self.spooled, self.silos, lambda _: None, self.threads)
 
     def ask(self, *names: str) -> None:
         for name in names:
@@ -278,6 +279,27 @@ async def test_a_sum_waits_for_all_that_can_come_and_for_nobody_else(
     assert not list((tmp_path / "updates").iterdir())
     assert not list((tmp_path / "sums").iterdir())
     assert len((tmp_path / "sums.jsonl").read_text().splitlines()) == 2
+    await region.close()
+
+
+async def test_the_log_of_sums_is_two_files_of_a_size_and_the_page_counts(
+    tmp_path: Path, identity: SiloIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roundtable.relay.made_sums.LOG_BYTES", 5000)
+    above = Counting()
+    region = Region(tmp_path, identity, above)
+    for number, name in enumerate("abcdef"):
+        above.problem = "no more" if name == "f" else ""
+        region.ask(name)
+        region.deliver(region.hold(name, np.full(3, float(number))))
+        await region.result(name)
+    assert region.spooled.told == {"taken": 5, "refused": 1}
+    assert (region.spooled.summed, region.sums.undecided) == (5, 0)
+    files = [tmp_path / "sums.1.jsonl", tmp_path / "sums.jsonl"]
+    line = max(map(len, files[1].read_bytes().splitlines()))
+    assert all(0 < file.stat().st_size <= 5000 + line for file in files)
+    outcomes = [json.loads(each)["outcome"] for file in files for each in file.read_text().splitlines()]
+    assert outcomes[-2:] == ["taken", "no more"]
     await region.close()
 
 
