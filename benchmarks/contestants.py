@@ -1,4 +1,5 @@
-"""Runs a program that prints a line when a round is done: when each came, and the memory of its processes."""
+"""Runs a program that prints a line when a round is done: when each came, and what time of processors and
+memory its processes have taken."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from typing import Any
 
 @dataclass
 class Measured:
-    """One run: when each round ended (seconds from the command), the largest memory in MiB, what it said."""
+    """One run: when each round ended (seconds from the command), processor seconds of all its processes by
+    then, the largest memory in MiB, what it said."""
 
     ends: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     memory: float = 0.0
     said: dict[str, Any] = field(default_factory=dict)
 
@@ -26,6 +29,12 @@ class Measured:
         """Median seconds of a round of the second half: the first finds workers that are still starting."""
         spent = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
         return statistics.median(spent[len(spent) // 2 :])
+
+    @property
+    def processor_per_round(self) -> float:
+        """Mean processor seconds of a round of the second half; the system counts hundredths of a second."""
+        middle = (len(self.processor) - 1) // 2
+        return (self.processor[-1] - self.processor[middle]) / (len(self.processor) - 1 - middle)
 
 
 def measure(command: list[str], environment: dict[str, str]) -> Measured:
@@ -45,6 +54,7 @@ def measure(command: list[str], environment: dict[str, str]) -> Measured:
     for line in process.stdout or ():
         if line.startswith("round "):
             result.ends.append(time.perf_counter() - start)
+            result.processor.append(sum(_processor(pid) for pid in _tree(process.pid)))
         elif line.startswith("{"):
             result.said = json.loads(line)
     code = process.wait()
@@ -75,6 +85,15 @@ def _tree(root: int) -> list[int]:
     for pid in found:
         found.extend(parents.get(pid, ()))
     return found
+
+
+def _processor(pid: int) -> float:
+    """Processor seconds of a process and of those of its children that have ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _proportional(pid: int) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from roundtable.core.errors import RoundtableError
 
-from . import heart_cells, mnist_cells, synthetic_cells
+from . import heart_cells, mcmahan_cells, mnist_cells, synthetic_cells
 from .cells import HERE, CellTable, GroupFile, chosen, groups
 from .page import FIGURE, PAGE, draw, page
 from .results import Outcome, Results
@@ -31,6 +31,7 @@ from .verdicts import orders, rows
 STORED = HERE / "results"
 RUNNERS = {
     "heart": heart_cells.run,
+    "mcmahan": mcmahan_cells.run,
     "niid_mnist": mnist_cells.run_niid,
     "pfedme_mnist": mnist_cells.run_pfedme,
     "pfedme_synthetic": synthetic_cells.run_pfedme_synthetic,

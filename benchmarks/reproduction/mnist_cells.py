@@ -15,13 +15,13 @@ from torch import nn
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
 
-from .shares import Examples, Shares, best_round, joined, linear, one_hidden
+from .shares import Examples, OwnTests, Shares, best_personal_round, best_round, joined, linear, one_hidden
 
 _TRAINED = 60_000
 
 
 @cache
-def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_mnist(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """All 70,000 images [n, 784] of bytes, those to train first, and their labels."""
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -39,7 +39,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
 def run_niid(job: JobConfig, options: Mapping[str, Any], data: Path | None) -> tuple[float, dict[str, float]]:
     """The best round's accuracy on the 10,000 test images."""
     assert data is not None
-    images, labels = _read(data)
+    images, labels = read_mnist(data)
     pixels = torch.from_numpy(images).float().div_(255).reshape(-1, 1, 28, 28)
     every = Examples(pixels, torch.from_numpy(labels))
     owners = split(
@@ -97,17 +97,19 @@ def _dirichlet(labels: np.ndarray, clients: int, chance: np.random.Generator) ->
 def run_pfedme(
     job: JobConfig, options: Mapping[str, Any], data: Path | None
 ) -> tuple[float, dict[str, float]]:
-    """The best round's accuracy of the global model, over all clients' test examples."""
+    """The best round's accuracy on all clients' test examples, of the global model or of `personal` ones."""
     assert data is not None
     train, test = _pfedme_split(data)
     make = linear(784) if options["model"] == "mclr" else one_hidden(784, 100)
+    if options.get("personal"):
+        return best_personal_round(job, OwnTests(train, test, make)), {}
     return best_round(job, Shares(train, make), joined(test)), {}
 
 
 @cache
 def _pfedme_split(data: Path) -> tuple[list[Examples], list[Examples]]:
     """20 clients with two labels each, three quarters to train; the authors' draws, with their seeds of 1."""
-    images, labels = _read(data)
+    images, labels = read_mnist(data)
     pixels = images.astype(np.float32)
     pixels = (pixels - pixels.mean(0)) / (pixels.std(0) + 0.001)
     by_label = [np.flatnonzero(labels == label) for label in range(10)]

@@ -70,7 +70,7 @@ def _group(name: str, group: GroupFile, every: list[Row], results: Results) -> s
             "| method | theirs | ours | seeds | Δ | time | |",
             "| --- | --- | --- | --- | --- | --- | --- |",
         ]
-        lines += [_line(row) for row in cells]
+        lines += [_line(row, table.unit) for row in cells]
         lines.append("")
     if table.parts and any(row.ours for row in mine):
         lines += _by_part(table.parts, mine)
@@ -78,7 +78,8 @@ def _group(name: str, group: GroupFile, every: list[Row], results: Results) -> s
     if between:
         lines += ["| order | smaller | larger | seeds | |", "| --- | --- | --- | --- | --- |"]
         lines += [
-            f"| {one.claim} | {_mean(one.smaller)} | {_mean(one.larger)} | {one.seeds} | {one.verdict} |"
+            f"| {one.claim} | {_figure(one.smaller, None, table.unit)} | "
+            f"{_figure(one.larger, None, table.unit)} | {one.seeds} | {one.verdict} |"
             for one in between
         ]
         lines.append("")
@@ -86,22 +87,21 @@ def _group(name: str, group: GroupFile, every: list[Row], results: Results) -> s
     return "\n".join([*lines, *notes, ""] if notes else lines)
 
 
-def _line(row: Row) -> str:
+def _line(row: Row, unit: str) -> str:
     cell, ours = row.cell, row.ours
-    theirs = "–" if cell.value is None else _figure(cell.value, cell.deviation)
-    measured = "–" if ours is None else _figure(ours.mean, ours.deviation if ours.seeds > 1 else None)
+    theirs = "–" if cell.value is None else _figure(cell.value, cell.deviation, unit)
+    measured = "–" if ours is None else _figure(ours.mean, ours.deviation if ours.seeds > 1 else None, unit)
     difference = "–" if row.difference is None else f"{row.difference:+.2f}"
     seconds = "–" if ours is None else _time(ours.seconds)
     seeds = ours.seeds if ours else 0
     return f"| {cell.method} | {theirs} | {measured} | {seeds} | {difference} | {seconds} | {row.verdict} |"
 
 
-def _mean(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.4f}"
-
-
-def _figure(mean: float, deviation: float | None) -> str:
-    return f"{mean:.4f}" if deviation is None else f"{mean:.4f} ± {deviation:.4f}"
+def _figure(mean: float, deviation: float | None, unit: str) -> str:
+    if math.isnan(mean):
+        return "–"
+    digits = 0 if unit == "rounds" else 4
+    return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
 
 
 def _time(seconds: float) -> str:

@@ -61,6 +61,29 @@ def best_round(job: JobConfig, task: Shares, test: Examples) -> float:
     return max(found)
 
 
+class OwnTests(Shares):
+    """With test examples at each client, for models of clients' own."""
+
+    def __init__(
+        self, shares: Sequence[Examples], tests: Sequence[Examples], make: Callable[[], nn.Module]
+    ) -> None:
+        super().__init__(shares, make)
+        self._tests = tests
+
+    def data(self, site: rt.Site) -> tuple[Any, Any]:
+        test = self._tests[site.index]
+        return super().data(site)[0], (test.inputs, test.labels)
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+
+
+def best_personal_round(job: JobConfig, task: OwnTests) -> float:
+    """The accuracy of the clients' own models over all their test examples, of the best round evaluated."""
+    found = _finished(simulate(job, task, folder=HERE)).history["accuracy"]
+    return max(float(value) for value in found if value is not None)
+
+
 def last_loss(job: JobConfig, task: Shares, train: Examples) -> float:
     """The mean loss of the last global model on `train`."""
     model = task.model().eval()

@@ -12,7 +12,17 @@ import torch
 
 from roundtable.core.config import JobConfig
 
-from .shares import Examples, Shares, best_round, joined, last_loss, linear, one_hidden
+from .shares import (
+    Examples,
+    OwnTests,
+    Shares,
+    best_personal_round,
+    best_round,
+    joined,
+    last_loss,
+    linear,
+    one_hidden,
+)
 
 _PLACES, _CLASSES = 60, 10
 
@@ -51,9 +61,11 @@ def _pfedme_shares() -> list[tuple[Examples, Examples]]:
 def run_pfedme_synthetic(
     job: JobConfig, options: Mapping[str, Any], data: Path | None
 ) -> tuple[float, dict[str, float]]:
-    """The best round's accuracy of the global model, over all clients' test examples."""
+    """The best round's accuracy on all clients' test examples, of the global model or of `personal` ones."""
     train, test = zip(*_pfedme_shares(), strict=True)
     make = linear(_PLACES) if options["model"] == "mclr" else one_hidden(_PLACES, 20)
+    if options.get("personal"):
+        return best_personal_round(job, OwnTests(train, test, make)), {}
     return best_round(job, Shares(train, make), joined(test)), {}
 
 

@@ -40,6 +40,20 @@ def test_a_split_of_images_is_a_cover_of_its_kind(board: ModuleType, kind: str) 
         assert max(map(len, owners)) > 700
 
 
+def test_rounds_are_counted_on_the_monotone_curve_and_shards_hold_two_labels_each(board: ModuleType) -> None:
+    cells = board.mcmahan_cells
+    assert cells.crossed([0.5, 0.9, 0.8, 0.98], 0.96) == pytest.approx(3.75)
+    assert cells.crossed([0.97], 0.96) == pytest.approx(0.96 / 0.97)
+    assert cells.crossed([0.5, 0.6], 0.96) is None
+    labels = np.random.default_rng(3).integers(0, 10, 6000)
+    owners = cells.shards(labels, 100, np.random.default_rng(0))
+    assert np.array_equal(np.sort(np.concatenate(owners)), np.arange(6000))
+    assert {len(rows) for rows in owners} == {60}
+    # A shard may lie on the border of two labels.
+    assert max(len(set(labels[rows].tolist())) for rows in owners) <= 4
+    assert np.mean([len(set(labels[rows].tolist())) for rows in owners]) < 2.3
+
+
 def test_the_synthetic_data_are_those_of_the_paper(board: ModuleType) -> None:
     make = board.synthetic_cells.generate
     shares = make(30, 1.0, 1.0, False, 1, np.random.RandomState(2))
