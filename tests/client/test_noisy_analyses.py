@@ -230,6 +230,8 @@ def test_a_plan_says_what_a_survey_costs_and_local_files_are_a_rehearsal(
     assert run_command(["analyse", str(survey)]) == 0
     assert "Publish none of it" in capsys.readouterr().out
     found, again = analyse(survey), analyse(survey, overrides={"privacy.epsilon": 8.0})
+    found.plot(tmp_path / "survey.svg")
+    assert (tmp_path / "survey.svg").read_text().count("<path") > 40, "bars, with intervals of their own"
     assert found.privacy is not None
     assert found.privacy["guarantee"] is False
     spans = [each["ages"]["age"]["all"]["count_interval"] for each in (found, again)]

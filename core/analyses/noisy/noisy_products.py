@@ -28,9 +28,10 @@ _DROWNED = (
     "the noise is as large as what it hides: a higher epsilon, more rows or fewer columns would leave "
     "something"
 )
-_CLEAR = 4.0
+_CLEAR = 1.0
 """How often the noise's own spectral norm has to go into the smallest eigenvalue of the design's products:
-below, coefficients are pulled towards 0 by more than their intervals tell."""
+else they may as well be singular. A stricter bound would answer where noise happens to raise that
+eigenvalue, and such coefficients are off."""
 
 
 class NoisyProducts(NoisyQuestion):
