@@ -51,16 +51,20 @@ def measure(command: list[str], environment: dict[str, str]) -> Measured:
     ]
     for watcher in watchers:
         watcher.start()
-    for line in process.stdout or ():
-        if line.startswith("round "):
-            result.ends.append(time.perf_counter() - start)
-            result.processor.append(sum(_processor(pid) for pid in _tree(process.pid)))
-        elif line.startswith("{"):
-            result.said = json.loads(line)
-    code = process.wait()
-    done.set()
-    for watcher in watchers:
-        watcher.join()
+    try:
+        for line in process.stdout or ():
+            if line.startswith("round "):
+                result.ends.append(time.perf_counter() - start)
+                result.processor.append(sum(_processor(pid) for pid in _tree(process.pid)))
+            elif line.startswith("{"):
+                result.said = json.loads(line)
+        code = process.wait()
+    finally:
+        # Ctrl-C reaches the contestant too; the watchers would wait for ever.
+        process.terminate()
+        done.set()
+        for watcher in watchers:
+            watcher.join()
     if code or len(result.ends) < 2:
         raise RuntimeError(f"{' '.join(command)} ended with {code}: {''.join(words)[-2000:]}")
     return result
