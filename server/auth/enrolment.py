@@ -198,7 +198,8 @@ class Enrolment:
             raise Refusal(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "this coordinator does not enrol silos: its credentials have no issuing key "
-                "(`roundtable ca issue … --enrols`); ask for credentials made with `roundtable ca issue`",
+                "(`roundtable ca issue NAME --role coordinator --enrols` makes one); without it a silo "
+                "is given credentials that `roundtable ca issue NAME --role agent` has made",
             )
         return Authority.issuing(self._folder)
 
