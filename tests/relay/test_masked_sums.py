@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from secure_federation import SECURE, Federation
+from secure_federation import QUIET, SECURE, Federation
 
 from roundtable.core.identity.credentials import issue
 from roundtable.core.models import open_model
@@ -21,6 +21,8 @@ COLUMNS = 1500
 CLIP = 2.0
 SILOS = ("alder", "birch", "cedar", "dogwood")
 UNIFORM = SECURE + "[aggregation]\nweighting = 'uniform'\n"
+VALIDATION = "[aggregation.validation]\nnorm_ratio = 'off'\n"
+PLAIN = UNIFORM.replace(SECURE, QUIET) + VALIDATION + "[regions]\nsum = true\n"
 SUMS = UNIFORM + "[regions]\nsum = true\n"
 
 
@@ -104,7 +106,10 @@ async def test_a_tree_of_relays_gives_the_bits_of_the_flat_masked_sum(tmp_path: 
         assert summed(federation) == [("taken", ["birch", "cedar", "west"])] * 2
         assert summed(federation, "west") == [("taken", ["alder"])] * 2
         flat, others = await model(federation, UNIFORM + "[cohort]\nsize = 4", "flat", 2)
+        plain, _ = await model(federation, PLAIN + "[cohort]\nsize = 4", "plain", 2)
+        assert summed(federation) == [("taken", ["birch", "cedar", "west"])] * 4
     assert torch.equal(through, flat)
+    torch.testing.assert_close(plain, flat, rtol=1e-6, atol=1e-6)
     assert through.abs().sum() > CLIP
     assert [each["charge"] for each in rounds] == [each["charge"] for each in others]
     assert all(each["contributors"] == sorted(SILOS) for each in rounds)

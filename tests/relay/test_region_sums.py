@@ -66,9 +66,8 @@ def flat(world: Federation) -> torch.Tensor:
     return model(world, world.submit(world.job(**FLAT), "flat"))[0]
 
 
-@pytest.mark.parametrize(
-    "dies", ["east", *(pytest.param(name, marks=pytest.mark.slow) for name in ("west", ""))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["east", "west", ""])
 def test_a_tree_of_relays_gives_the_flat_sum(world: Federation, dies: str) -> None:
     """One silo is two relays away and one is one: they are one sum, in which a sum lies. One connects itself.
     A relay is killed once its sum of round 2 is on its disk."""
