@@ -91,8 +91,8 @@ def test_code_is_carried_within_a_simulation_alone() -> None:
         for _, name in imported(tree)
         if name == "roundtable.simulation.backends.carried_task"
     }
-    workers = {Path("simulation/backends/process_worker.py"), Path("simulation/backends/ray_cluster.py")}
-    assert users == workers | {Path("simulation/choose_backend.py")}
+    workers = {"backends/process_worker.py", "backends/ray_cluster.py", "run_worker.py"}
+    assert users == {Path("simulation", name) for name in (*workers, "choose_backend.py", "sweep.py")}
 
 
 # The vectorised backend compiles the step that it has recorded itself; nothing of it was received.

@@ -60,7 +60,7 @@ def export(
     credentials: Path | None,
     as_json: bool,
 ) -> None:
-    """Write what a job fine-tuned for peft, transformers, torch or ONNX.
+    """Write what a job fine-tuned as other tools read it.
 
     JOB is one at a coordinator, RUN the folder that a simulation wrote. The base must be on this machine: it
     is checked to be the job's. A README.md says how the model was made, without names of silos; beside it is

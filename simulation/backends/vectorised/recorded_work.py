@@ -88,9 +88,12 @@ class RecordedWork:
         phase: Hashable = None,
     ) -> None:
         """`batches`: the step's, and the one before it where that is looked at."""
-        self.module, self.task = loss.model, loss.task
-        self.names, self.weights = names, weights
-        self.batch, self.phase = batches[0], phase
+        self.module = loss.model
+        self.task = loss.task
+        self.names = names
+        self.weights = weights
+        self.batch = batches[0]
+        self.phase = phase
         self._loss = loss
         self._batches = batches
         self._held = held
