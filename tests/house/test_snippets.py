@@ -1,4 +1,4 @@
-"""Blocks of pages that no other test runs: files are accepted, Python is Python and imports what there is.
+"""Blocks of pages that no other test runs: files are accepted, Python imports what there is, commands exist.
 
 Tutorials, how-to pages and the `sh` blocks of the two administrators' pages are run by their own tests.
 """
@@ -8,14 +8,17 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shlex
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
+from roundtable.cli.main import cli
 from roundtable.client.policy.config import load_agent_config
 from roundtable.core.config import load_job
 from roundtable.core.errors import ConfigError
@@ -81,3 +84,51 @@ def test_a_block_of_python_names_what_there_is(text: str) -> None:
             assert [each.name for each in node.names if not hasattr(module, each.name)] == []
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rt":
             assert hasattr(importlib.import_module("roundtable"), node.attr), f"there is no rt.{node.attr}"
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """What follows `roundtable` in each command of a block, up to where a shell's own words begin."""
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.wordchars += "~:/=.,@%{}+*[]$!?…"
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set(lexer.punctuation_chars):
+                while words and (words[0] == "sudo" or "=" in words[0]):
+                    words = words[1:]
+                if "roundtable" in words[:1]:
+                    yield words[1:]
+                words = []
+            else:
+                words.append(word)
+
+
+@pytest.mark.parametrize(
+    "page", sorted([*DOCS.glob("*.md"), *DOCS.glob("*/*.md")]), ids=lambda page: str(page.relative_to(DOCS))
+)
+def test_every_command_of_a_page_is_one_that_there_is(page: Path) -> None:
+    for language, text in BLOCK.findall(page.read_text()):
+        for words in commands(textwrap.dedent(text)) if language == "sh" else ():
+            check(cli, click.Context(cli, info_name="roundtable"), words)
+
+
+def check(command: click.Command, context: click.Context, words: list[str]) -> None:
+    """Options are known, and what stands where a group has its commands is one."""
+    known = {
+        name: option
+        for option in command.get_params(context)
+        for name in (*option.opts, *option.secondary_opts)
+        if isinstance(option, click.Option)
+    }
+    while words:
+        word, *words = words
+        name = word.partition("=")[0]
+        if word.startswith("-"):
+            assert name in known, f"{context.command_path} has no option {name}"
+            alone = known[name].is_flag or known[name].count or name != word
+            words = words if alone else words[1:]
+        elif isinstance(command, click.Group) or (command.name, word) == ("server", "install"):
+            found = command.get_command(context, word)  # type: ignore[attr-defined]
+            assert found is not None, f"{context.command_path} has no command {word}"
+            check(found, click.Context(found, info_name=word, parent=context), words)
+            return
