@@ -4,11 +4,13 @@
     python benchmarks/load.py                       # 1,000 agents
     python benchmarks/load.py --quick               # 100 agents, rounds of 20
     python benchmarks/load.py --relays 4            # the same agents behind relays
-    python benchmarks/load.py --agents 10000 --cohort 1000 --rounds 3
+    python benchmarks/load.py --agents 10000 --cohort 1000 --rounds 3 --dial 50 --heartbeat 30
     python benchmarks/load.py --bare                # what their connections alone cost a server of gRPC
 
 The agents are light: many to a process, each with its own certificate, connection (gRPC over TLS), heartbeats
 and uploads. Latency is from the event "round_started" to the instruction's arrival at an agent.
+With `--dial` so many of them dial a second, as their own handshakes take as much of this machine as the
+coordinator's, and its deadline for one is 10 s.
 At the end the coordinator is killed and started again, and all come back. Meanwhile somebody asks it how it
 is and what waits, as `roundtable status` and `job queue` do: how long that takes is told for each part.
 What hours of such rounds do to a coordinator: benchmarks/soak.py.
@@ -113,7 +115,13 @@ class LightAgent:
     """
 
     def __init__(
-        self, folder: Path, port: int, arrivals: list[tuple[int, float]], train: float, relay: str = ""
+        self,
+        folder: Path,
+        port: int,
+        arrivals: list[tuple[int, float]],
+        train: float,
+        heartbeat: float = HEARTBEAT,
+        relay: str = "",
     ) -> None:
         held = load_credentials(folder)
         self._name, self._relay = held.name, relay
@@ -125,6 +133,7 @@ class LightAgent:
         self._stub: Any = agent_pb2_grpc.AgentsStub(self._channel)
         self._arrivals = arrivals
         self._train = train
+        self._heartbeat = heartbeat
 
     async def run(self) -> None:
         """Takes part until cancelled; comes back after a loss."""
@@ -160,7 +169,7 @@ class LightAgent:
 
     async def _beat(self, call: Any) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(self._heartbeat)
             await call.write(agent_pb2.FromAgent(heartbeat=agent_pb2.Heartbeat(state="available")))
 
     async def _answer(self, instruction: agent_pb2.Instruction) -> None:
@@ -185,13 +194,27 @@ class LightAgent:
         await self._stub.Upload(parts())
 
 
-async def be_agents(folder: Path, port: int, first: int, count: int, train: float, relay: str = "") -> None:
-    """A process full of agents, until its standard input ends; then it prints when instructions came."""
+async def be_agents(
+    folder: Path,
+    port: int,
+    first: int,
+    count: int,
+    train: float,
+    dial: float,
+    heartbeat: float,
+    relay: str = "",
+) -> None:
+    """A process full of agents, until its standard input ends; then it prints when instructions came.
+
+    Agent n dials after n / `dial` seconds, or at once where that is 0.
+    """
     arrivals: list[tuple[int, float]] = []
-    agents = [
-        LightAgent(folder / f"agent{n}", port, arrivals, train, relay) for n in range(first, first + count)
-    ]
-    tasks = [asyncio.create_task(agent.run()) for agent in agents]
+
+    async def begin(number: int) -> None:
+        await asyncio.sleep(number / dial if dial else 0.0)
+        await LightAgent(folder / f"agent{number}", port, arrivals, train, heartbeat, relay).run()
+
+    tasks = [asyncio.create_task(begin(number)) for number in range(first, first + count)]
     await asyncio.to_thread(sys.stdin.read)
     for task in tasks:
         task.cancel()
@@ -199,7 +222,7 @@ async def be_agents(folder: Path, port: int, first: int, count: int, train: floa
 
 
 @contextmanager
-def relays(folder: Path, port: int, count: int) -> Iterator[dict[str, int]]:
+def relays(folder: Path, port: int, count: int, heartbeat: float = HEARTBEAT) -> Iterator[dict[str, int]]:
     """So many relays, each in a process of its own: name and port."""
     ports, processes = {f"relay{number}": free_port() for number in range(count)}, []
     for name, own in ports.items():
@@ -209,7 +232,7 @@ def relays(folder: Path, port: int, count: int) -> Iterator[dict[str, int]]:
             "listen": f"127.0.0.1:{own}",
             "credentials": name,
             "state": f"{name}-state",
-            "heartbeat": HEARTBEAT,
+            "heartbeat": heartbeat,
         }
         file = folder / f"{name}.toml"
         file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
@@ -229,10 +252,14 @@ def relays(folder: Path, port: int, count: int) -> Iterator[dict[str, int]]:
 
 @contextmanager
 def coordinator(
-    folder: Path, port: int, metrics: str = "", program: str = COORDINATOR
+    folder: Path,
+    port: int,
+    metrics: str = "",
+    program: str = COORDINATOR,
+    heartbeat: float = HEARTBEAT,
 ) -> Iterator[psutil.Process]:
     """A coordinator in a process of its own; where it answers for its metrics, if anywhere."""
-    values = {"listen": f"127.0.0.1:{port}", "state": "state", "credentials": "hub", "heartbeat": HEARTBEAT}
+    values = {"listen": f"127.0.0.1:{port}", "state": "state", "credentials": "hub", "heartbeat": heartbeat}
     if metrics:
         values["metrics"] = metrics
     file = folder / "coordinator.toml"
@@ -258,8 +285,17 @@ class Load:
     """One run against one coordinator."""
 
     def __init__(
-        self, folder: Path, agents: int, cohort: int, rounds: int, train: float = 0.0, regions: int = 0
+        self,
+        folder: Path,
+        agents: int,
+        cohort: int,
+        rounds: int,
+        train: float = 0.0,
+        regions: int = 0,
+        dial: float = 0.0,
+        heartbeat: float = HEARTBEAT,
     ) -> None:
+        self.dial, self.heartbeat = dial, heartbeat
         self.folder, self.agents, self.cohort, self.rounds = folder, agents, cohort, rounds
         self.regions, self._through = regions, dict[str, int]()
         self._each = min(AGENTS_A_PROCESS, -(-agents // max(1, regions)))
@@ -282,8 +318,8 @@ class Load:
     def run(self) -> None:
         """The whole programme, printed as it goes."""
         with (
-            coordinator(self.folder, self.port) as process,
-            relays(self.folder, self.port, self.regions) as self._through,
+            coordinator(self.folder, self.port, heartbeat=self.heartbeat) as process,
+            relays(self.folder, self.port, self.regions, self.heartbeat) as self._through,
             OperatorClient(f"localhost:{self.port}", self.folder / "olga") as operator,
         ):
             before = process.memory_info().rss
@@ -321,7 +357,8 @@ class Load:
 
     def _storm(self, operator: OperatorClient) -> None:
         """The coordinator was killed: it starts again, and all agents come back at once."""
-        with coordinator(self.folder, self.port) as process, self._asking("in the storm"):
+        held = coordinator(self.folder, self.port, heartbeat=self.heartbeat)
+        with held as process, self._asking("in the storm"):
             began = time.monotonic()
             while (here := self.online(operator)) < self.agents:
                 if time.monotonic() - began > STORM_SECONDS:
@@ -390,7 +427,8 @@ class Load:
         names = list(self._through)
         relay = names[first // self._each % len(names)] if names else ""
         count, port = min(self._each, self.agents - first), self._through.get(relay, self.port)
-        told = [str(each) for each in (self.folder, port, first, count, self.train)]
+        values = (self.folder, port, first, count, self.train, self.dial, self.heartbeat)
+        told = [str(each) for each in values]
         return [*told, relay] if relay else told
 
     @staticmethod
@@ -403,14 +441,14 @@ class Load:
             return 0
 
     def _idle(self, process: psutil.Process, before: int) -> None:
-        time.sleep(2 * HEARTBEAT)
+        time.sleep(2 * self.heartbeat)
         cpu, began = _cpu(process), time.monotonic()
-        time.sleep(4 * HEARTBEAT)
+        time.sleep(4 * self.heartbeat)
         share = 100 * (_cpu(process) - cpu) / (time.monotonic() - began)
         grown = process.memory_info().rss - before
         print(
             f"idle: {before / 1e6:.0f} MB without agents, {grown / self.agents / 1e3:.0f} kB more for each; "
-            f"heartbeats every {HEARTBEAT:g} s take {share:.1f} % of a core",
+            f"heartbeats every {self.heartbeat:g} s take {share:.1f} % of a core",
             flush=True,
         )
 
@@ -466,8 +504,9 @@ def _cpu(process: psutil.Process) -> float:
 def main() -> int:
     """Runs it."""
     if sys.argv[1:2] == ["--be-agents"]:
-        folder, port, first, count, train, *relay = sys.argv[2:]
-        asyncio.run(be_agents(Path(folder), int(port), int(first), int(count), float(train), *relay))
+        folder, port, first, count, train, dial, heartbeat, *relay = sys.argv[2:]
+        counts, seconds = map(int, (port, first, count)), map(float, (train, dial, heartbeat))
+        asyncio.run(be_agents(Path(folder), *counts, *seconds, *relay))
         return 0
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
@@ -475,12 +514,24 @@ def main() -> int:
     parser.add_argument("--cohort", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--relays", type=int, default=0, help="relays that the agents connect to; 0: none")
+    parser.add_argument(
+        "--dial", type=float, default=0.0, help="agents that dial in a second; 0: all at once"
+    )
+    parser.add_argument("--heartbeat", type=float, default=HEARTBEAT, help="seconds")
     parser.add_argument("--bare", action="store_true", help="only what the connections cost")
     chosen = parser.parse_args()
     agents, cohort = (100, 20) if chosen.quick else (chosen.agents, chosen.cohort)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="roundtable-load-") as folder:
-        load = Load(Path(folder), agents, cohort, chosen.rounds, regions=chosen.relays)
+        load = Load(
+            Path(folder),
+            agents,
+            cohort,
+            chosen.rounds,
+            regions=chosen.relays,
+            dial=chosen.dial,
+            heartbeat=chosen.heartbeat,
+        )
         load.prepare()
         if chosen.bare:
             load.bare()
