@@ -1,4 +1,4 @@
-"""Blocks of pages that no other test runs: files are accepted, Python imports what there is, commands exist.
+"""Blocks of pages that no other test runs: files are accepted, Python runs, commands and their options exist.
 
 Tutorials, how-to pages and the `sh` blocks of the two administrators' pages are run by their own tests.
 """
@@ -6,9 +6,9 @@ Tutorials, how-to pages and the `sh` blocks of the two administrators' pages are
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import shlex
+import shutil
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
@@ -16,17 +16,24 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
+import torch
 
+import roundtable as rt
 from roundtable.cli.main import cli
 from roundtable.client.policy.config import load_agent_config
 from roundtable.core.config import load_job
 from roundtable.core.errors import ConfigError
+from roundtable.core.privacy_table import ExampleLevel
+from roundtable.privacy import Budget
+from roundtable.privacy.example_level import SiloAccount, make_private
 from roundtable.relay.config import load_relay_config
 from roundtable.server.config import load_server_config
 from roundtable.surveys import load_survey
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^ *```(\w+)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 KINDS: dict[str, tuple[Callable[[Path], Any], dict[str, str]]] = {
     "job": (load_job, {"task": 'task = "digits"'}),
@@ -75,15 +82,66 @@ def test_a_block_is_accepted_as_one_of_our_files(text: str, tmp_path: Path) -> N
     pytest.fail("\n".join(refusals))
 
 
-@pytest.mark.parametrize("text", list(blocks("python")))
-def test_a_block_of_python_names_what_there_is(text: str) -> None:
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "roundtable":
-            module = importlib.import_module(str(node.module))
-            assert [each.name for each in node.names if not hasattr(module, each.name)] == []
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rt":
-            assert hasattr(importlib.import_module("roundtable"), node.attr), f"there is no rt.{node.attr}"
+def around_aggregation() -> dict[str, Any]:
+    names = [f"silo-{number}" for number in range(10)]
+    made = torch.randn(10, 6, generator=torch.Generator().manual_seed(1))
+    return {"silos": [(name, 10) for name in names], "updates": made}
+
+
+def around_privacy() -> dict[str, Any]:
+    model, data = torch.nn.Linear(4, 3), torch.randn(40, 5)
+    made = {"level": "example", "noise_multiplier": 1.0, "delta": 1e-5, "clip_norm": 1.0, "batch_size": 8}
+    return {
+        "make_private": make_private,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "loss_fn": lambda model, batch: model(batch[:, :4]).square().mean(),
+        "fetch": lambda indices: data[indices],
+        "data": data,
+        "config": ExampleLevel.model_validate(made),
+        "steps": 3,
+        "account": SiloAccount(Budget("ward", 50.0, 1e-5)),
+        "proximal": lambda: None,
+        **{"job": "job-1", "round": 1, "attempt": 1},
+    }
+
+
+def around_simulation() -> dict[str, Any]:
+    shutil.copytree(ROOT / "examples/digits", ".", dirs_exist_ok=True)
+    job = Path("job.toml").read_text()
+    Path("job.toml").write_text(f"{job}\n[keep]\nevery = 20\n")
+    return {"labels": np.arange(200) % 10}
+
+
+def around_analytics() -> dict[str, Any]:
+    Path("examples").symlink_to(ROOT / "examples")
+    return {}
+
+
+AROUND = {
+    "aggregation": around_aggregation,
+    "privacy": around_privacy,
+    "simulation": around_simulation,
+    "analytics": around_analytics,
+}
+"""What the pages' blocks are given, as their text says; the working folder is an empty one."""
+
+
+@pytest.mark.parametrize("page", sorted({each.id.rpartition("-")[0] for each in blocks("python")}))
+def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"rt": rt, "torch": torch, "np": np, **AROUND.get(page, dict)()}
+    for block in blocks("python"):
+        if block.id.rpartition("-")[0] == page:
+            exec(compile(block.values[0], block.id, "exec"), names)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*/*.md")), ids=lambda page: page.stem)
+def test_python_whose_surroundings_a_reader_has_names_what_there_is(page: Path) -> None:
+    for language, text in BLOCK.findall(page.read_text()):
+        for node in ast.walk(ast.parse(textwrap.dedent(text))) if language == "python" else ():
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rt":
+                assert hasattr(rt, node.attr), f"there is no rt.{node.attr}"
 
 
 def commands(text: str) -> Iterator[list[str]]:
