@@ -83,17 +83,18 @@ class Short(rt.ClientAlgorithm):
 """
 
 
-def blocks(kind: str) -> str:
-    return "\n".join(re.findall(rf"```{kind}\n(.*?)```", DOCS.read_text(), re.DOTALL))
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", DOCS.read_text(), re.DOTALL)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The example's job with its code, a task, and a file of mistakes."""
     (tmp_path / "small.py").write_text(TASK)
-    (tmp_path / "mine.py").write_text(blocks("python"))
+    (tmp_path / "mine.py").write_text("\n".join(blocks("python")))
     (tmp_path / "bad.py").write_text(BAD)
-    (tmp_path / "job.toml").write_text(blocks("toml") + "[evaluation]\nevery = 0\n")
+    # The page begins with the job; what is behind it is other files.
+    (tmp_path / "job.toml").write_text(blocks("toml")[0] + "[evaluation]\nevery = 0\n")
     return tmp_path
 
 
@@ -140,7 +141,7 @@ def test_installed_packages_give_the_same_model_as_files(
         "roundtable.algorithms": {"shrinking": "Shrinking"},
         "roundtable.encodings": {"steps": "Steps"},
     }
-    install(tmp_path / "site", monkeypatch, "hospital_parts", blocks("python"), points)
+    install(tmp_path / "site", monkeypatch, "hospital_parts", "\n".join(blocks("python")), points)
     installed = run(
         folder,
         cohort__strategy="every_region",
