@@ -101,7 +101,12 @@ class Task:
 
     `model` and `data` and `loss` are needed; `metrics` and `optimizer` are optional. The same task
     runs in a simulation, at a silo, and over a silo's cluster.
+
+    `example_tokens`: how many tokens each example of the training data has, all as many; then rounds tell
+    tokens a second and bytes a token.
     """
+
+    example_tokens: int | None = None
 
     def model(self) -> nn.Module:
         """A new model; called under the job's seed, so that every party starts from the same weights."""
@@ -224,13 +229,19 @@ def make_task(reference: str, definition: Any, parameters: Mapping[str, Any]) ->
 
 
 def check_signatures(task: AnyTask) -> None:
-    """Raises TaskError for a context that is asked for where nobody has one."""
+    """Raises TaskError for a context that is asked for where nobody has one, and for tokens that are none."""
     for name in ("model", "weights", "data"):
         if _asks(task, name):
             raise TaskError(
                 f"{type(task).__name__}.{name}() asks for a context, and is called outside of rounds: what "
                 f"it makes is the same in all of them; {', '.join(TOLD)} may ask"
             )
+    tokens = getattr(task, "example_tokens", None)
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+        raise TaskError(
+            f"{type(task).__name__}.example_tokens is {tokens!r}: it is how many tokens each example has, a "
+            "whole number from 1, or None"
+        )
 
 
 def told(task: AnyTask) -> frozenset[str]:

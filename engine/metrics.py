@@ -8,6 +8,7 @@ from roundtable.core.config import CENTRAL
 from roundtable.core.job_tables.metrics_table import expressions_of
 from roundtable.core.measures.expressions import Undefined
 from roundtable.core.measures.families import families_in, is_cell
+from roundtable.core.observability.throughput import TOKENS, Throughput
 from roundtable.core.observability.transfer_figures import TransferSums
 from roundtable.engine.messages import RoundRecord
 
@@ -39,8 +40,12 @@ def of_model(record: RoundRecord, metric: str) -> float | None:
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """The mean of every metric that has one and is not a part of another's state."""
-    return {name: value / count for name, (value, count) in sums.items() if count and not is_cell(name)}
+    """The mean of every metric that has one and is not a part of another's state; tokens are a sum."""
+    return {
+        name: value / count
+        for name, (value, count) in sums.items()
+        if count and not is_cell(name) and name != TOKENS
+    }
 
 
 def worked_out(sums: Sums, metrics: Mapping[str, str]) -> tuple[dict[str, tuple[float, int]], dict[str, str]]:
@@ -66,11 +71,17 @@ def worked_out(sums: Sums, metrics: Mapping[str, str]) -> tuple[dict[str, tuple[
     return found, undefined
 
 
+def throughput(record: RoundRecord) -> Throughput:
+    """A committed round's tokens, bytes and time, as far as they are known."""
+    seconds = record.ended - record.started
+    return Throughput.of(record.training, record.transfers, record.contributors, seconds)
+
+
 def figures(record: RoundRecord) -> dict[str, int | float]:
     """A committed round in numbers, named as in a history: train_NAME for training means, NAME for means of
     the model that it made, central_NAME for what the server measured of it, before_NAME for means of the
     model that it began with, in buffered rounds the updates' mean staleness; where known the bytes of its
-    updates and of the models sent, and the updates' mean encoding_error."""
+    updates and of the models sent, the updates' mean encoding_error, and what `Throughput` says."""
     ages, sums = record.staleness.values(), TransferSums.of(record.transfers.values())
     return {
         "clients": len(record.contributors),
@@ -82,6 +93,7 @@ def figures(record: RoundRecord) -> dict[str, int | float]:
         **({"up_bytes": sums.up} if sums.up else {}),
         **({"down_bytes": sums.down} if sums.down else {}),
         **({} if sums.error is None else {"encoding_error": sums.error}),
+        **throughput(record).figures(),
         **{f"train_{name}": value for name, value in means(record.training).items()},
         **{f"before_{name}": value for name, value in means(record.before).items()},
         **means(record.evaluation),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roundtable.core.observability.throughput import TOKENS
 from roundtable.engine.messages import RoundRecord, Update
 from roundtable.engine.metrics import add_up, means, worked_out
 from roundtable.engine.state import BUSY, Attempt
@@ -17,7 +18,11 @@ def record_of(attempt: Attempt, now: float, private: bool, metrics: Mapping[str,
     assert aggregated is not None
     contributors = tuple(n for n in sorted(attempt.updates) if n not in aggregated.excluded)
     evaluated = add_up(attempt.evaluations[name] for name in sorted(attempt.evaluations))
-    training = add_up(_training_sums(attempt.updates[n]) for n in contributors)
+    parts = [_training_sums(attempt.updates[n]) for n in contributors]
+    training = add_up(parts)
+    if not all(TOKENS in part for part in parts):
+        # The tokens of some silos are not those of the round.
+        training.pop(TOKENS, None)
     training |= aggregated.training
     return RoundRecord(
         round=attempt.round,

@@ -222,12 +222,16 @@ class ClientUpdates:
         figures = self._travelled.pop(client)
         if self._secure is not None:
             return None
+        return replace(figures, down=self.down_size(round), down_plain=4 * self.world.layout.size)
+
+    def down_size(self, round: int) -> int:
+        """Bytes of the model that a round begins with on its way to a client that has the one before."""
         layout, down = self.world.layout, self.world.job.transfer.down
-        whole = change = 4 * layout.size
-        if down != "float32" and round > 1:
-            encoding = get_encoding(down, self.world.folder).over(layout)
-            change = min(whole, encoding.encoded_size(layout.size) or encoding.size_bound(layout.size))
-        return replace(figures, down=change, down_plain=whole)
+        whole = 4 * layout.size
+        if down == "float32" or round == 1:
+            return whole
+        encoding = get_encoding(down, self.world.folder).over(layout)
+        return min(whole, encoding.encoded_size(layout.size) or encoding.size_bound(layout.size))
 
     def _received(self, answer: Trained, row: Tensor, step: Step, basis: Tensor) -> None:
         """What the encoding makes of the update, as if it had travelled; and what stays at the client.

@@ -42,7 +42,6 @@ class ClientWork:
         self._progress = progress
         self._due: dict[int, AnswerDue] = {}
         self._dropouts = Dropouts.of(world.job)
-        self._down = 4 * world.layout.size
         self._up = 0 if world.job.transfer.automatic else self._bytes_of(world.job.transfer.up)
 
     def ask_to_train(self, step: m.Step, indices: Sequence[int], asked: Sequence[float]) -> None:
@@ -100,7 +99,7 @@ class ClientWork:
             else:
                 failed = Failed(self._world.names[index], "node_failure", dropout.detail)
                 self._queue.push(self._queue.now, failure_event(failed, step))
-        transfer = Transfer(self._down, 0)
+        transfer = Transfer(self._updates.down_size(step.round + 1), 0)
         for done, answer in enumerate(self._updates.evaluate(step.round, vector, there), start=1):
             index = self._world.names.index_of(answer.client)
             at = self._queue.now + self._fleet.devices.seconds(index, step.round, 0, transfer)
@@ -127,7 +126,8 @@ class ClientWork:
 
     def _schedule(self, index: int, step: m.Step, examples: int, asked: float) -> None:
         up = self._up or self._bytes_of(self._updates.chain_of(self._world.names[index]))
-        seconds = self._fleet.devices.seconds(index, step.round, examples, Transfer(self._down, up))
+        sizes = Transfer(self._updates.down_size(step.round), up)
+        seconds = self._fleet.devices.seconds(index, step.round, examples, sizes)
         leaves = self._fleet.devices.leaves_at(index, asked)
         dropout = self._dropouts.of_training(step, index)
         if dropout is not None and dropout.kind == "dropout":

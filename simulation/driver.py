@@ -32,6 +32,7 @@ from roundtable.simulation.event_queue import AnswerDue, EventQueue, Leaves, Pla
 from roundtable.simulation.ledger import SimulatedLedger
 from roundtable.simulation.pacing import BufferedPacing, Pacing, SynchronousPacing
 from roundtable.simulation.world.central_test import CentralTest
+from roundtable.simulation.world.devices import Transfer
 from roundtable.simulation.world.fleet import Fleet
 from roundtable.simulation.world.regions import Regions
 from roundtable.simulation.world.simulated_clients import trusted_data
@@ -211,9 +212,10 @@ class Driver:
             self._handle(failure_event(answer, due.step))
             return
         transfer = self._updates.transfer_of(answer.client, due.step.round)
-        if transfer is not None and self.world.job.transfer.automatic:
-            took = self.fleet.devices.upload_seconds(due.index, transfer.up)
-            transfer = replace(transfer, up_seconds=took)
+        if transfer is not None:
+            sizes = Transfer(transfer.down, transfer.up)
+            down, up = self.fleet.devices.way_seconds(due.index, due.step.round, sizes)
+            transfer = replace(transfer, down_seconds=down, up_seconds=up)
         reference = m.RowReference(row)
         update = m.Update(
             answer.client, reference, answer.examples, answer.loss, answer.metrics, transfer=transfer

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from roundtable.core.observability.throughput import TOKENS, Throughput
 from roundtable.core.observability.transfer_figures import TransferSums
 
 MOST_ROUNDS = 2000
@@ -79,7 +80,15 @@ def _round(record: Mapping[str, Any]) -> dict[str, Any]:
     shown["spread"] = {name: [min(each), max(each)] for name, each in values.items() if len(each) > 1}
     shown["epsilon"] = (record.get("charge") or {}).get("epsilon")
     shown["transfers"] = _transfers(record.get("transfers") or {})
+    shown["throughput"] = _throughput(record)
     return shown
+
+
+def _throughput(record: Mapping[str, Any]) -> dict[str, int | float]:
+    """What is known of the round's tokens and of the share of its time in communication."""
+    seconds, told = record.get("ended", 0.0) - record.get("started", 0.0), record.get("transfers") or {}
+    names = record.get("contributors") or ()
+    return Throughput.of(record.get("training") or {}, told, names, seconds).figures()
 
 
 def _transfers(transfers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -93,10 +102,11 @@ def _transfers(transfers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | N
 
 
 def means(sums: Mapping[str, Any]) -> dict[str, float]:
-    """Sum by count of each metric; those without examples, or that are not finite, are left out."""
+    """Sum by count of each metric; those without examples, or that are not finite, are left out, and tokens,
+    of which the sum counts."""
     found = {}
     for name, pair in sums.items():
         total, count = pair
-        if count and math.isfinite(total / count):
+        if count and math.isfinite(total / count) and name != TOKENS:
             found[name] = total / count
     return found

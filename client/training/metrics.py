@@ -10,6 +10,7 @@ from typing import Any
 from roundtable.core.errors import TaskError
 from roundtable.core.measures.columns import why_not_a_metric
 from roundtable.core.measures.families import is_cell
+from roundtable.core.observability.throughput import TOKENS
 
 log = logging.getLogger("roundtable.metrics")
 
@@ -48,6 +49,13 @@ def _form(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)}: {', '.join(map(_form, value[:4]))}"
     shape = getattr(value, "shape", None)
     return f"a {type(value).__name__}" + ("" if shape is None else f" of shape {[*shape]}")
+
+
+def training_sums(task: object, loss: float, seen: int) -> Metrics:
+    """What a round's training tells: the `loss` summed over the examples that were `seen`, and their tokens
+    where the task says how many each has."""
+    tokens: int | None = getattr(task, "example_tokens", None)
+    return {"loss": (loss, seen)} | ({} if tokens is None else {TOKENS: (float(tokens * seen), seen)})
 
 
 def checked(metrics: Any, task: object, reserved: str | None = None) -> Metrics:

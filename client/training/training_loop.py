@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from roundtable.client.training.algorithm_round import AlgorithmRound
 from roundtable.client.training.batches import Batch, asking, count_examples
 from roundtable.client.training.local_work import Execution, LocalWork, Progress, examples_to_see
-from roundtable.client.training.metrics import Metrics
+from roundtable.client.training.metrics import Metrics, training_sums
 from roundtable.client.training.micro_batches import backward_in_parts, check_splittable
 from roundtable.client.training.module_work import ModuleWork
 from roundtable.client.training.sgd import SGD, Correction, RoundSchedule, make_correction
@@ -86,8 +86,8 @@ class TrainingLoop:
         return self._losses.total / self._losses.seen
 
     def metrics(self) -> Metrics:
-        """The loss as (sum, count)."""
-        return {"loss": (self._losses.total, self._losses.seen)}
+        """The loss, and tokens where they are known, as (sum, count)."""
+        return training_sums(self._task, self._losses.total, self._losses.seen)
 
     def examples(self, data: Any) -> int:
         """The data set's size; for a stream what was seen of it."""

@@ -146,7 +146,7 @@ class GroupExecutor:
             digest=digest,
             size=size,
             examples=batches.examples,
-            metrics=round_metrics(done, private=hides_figures(trainer.job.privacy)),
+            metrics=round_metrics(trainer.task, done, private=hides_figures(trainer.job.privacy)),
         )
 
     def _train_on_noise(

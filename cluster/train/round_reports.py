@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from roundtable.client.durable_files import append_synced, replace_synced
 from roundtable.client.training.local_work import Stopped
-from roundtable.client.training.metrics import Metrics
+from roundtable.client.training.metrics import Metrics, training_sums
 from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.routing import ExpertShares
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.cluster.stepping.compile_trial import CompileTrial
 from roundtable.core.machine.process_facts import peak_memory
+from roundtable.core.task import Task
 
 
 @dataclass(frozen=True)
@@ -254,9 +255,9 @@ class Wishes:
             raise Stopped
 
 
-def round_metrics(done: RoundProgress, *, private: bool) -> Metrics:
-    """The loss, the gradient's norm and the speed; under privacy the loss alone, as from any silo."""
-    metrics: Metrics = {"loss": (done.loss_sum, done.seen)}
+def round_metrics(task: Task, done: RoundProgress, *, private: bool) -> Metrics:
+    """What any silo tells, the gradient's norm and the speed; under privacy only the former."""
+    metrics = training_sums(task, done.loss_sum, done.seen)
     if not private and done.steps > done.skipped:
         metrics["gradient_norm"] = (done.norm_sum, done.steps - done.skipped)
         metrics["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)

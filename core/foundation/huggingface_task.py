@@ -98,6 +98,8 @@ class HuggingFaceTask(Task):
             )
         self.base = base
         self.length = length
+        # The rows of a preference's two answers.
+        self.example_tokens = 2 * length if objective == "dpo" else length
         self.method: Method = method
         self.rank = rank
         self.alpha = alpha

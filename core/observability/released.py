@@ -179,9 +179,8 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     # What the coordinator keeps of a round for everybody: history, provenance, audit log.
     "round": {
         **_of(Tells.PUBLIC, "round attempt started ended withheld charge population central"),
-        **_of(Tells.NOISY, "model"),
-        # The digest alone; the state itself never leaves.
-        **_of(Tells.NOISY, "optimizer"),
+        # Digests; the optimizer's state itself never leaves.
+        **_of(Tells.NOISY, "model optimizer"),
         **_of(Tells.COHORT, "cohort contributors failures excused staleness closed transfers"),
         **_of(Tells.UPDATE, "excluded weights diagnosis"),
         **_of(Tells.TRAINING, "training before"),
@@ -225,7 +224,8 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "figures": {
         **_of(Tells.PUBLIC, "time seconds epsilon"),
         **_of(Tells.COHORT, "clients failed staleness down_bytes"),
-        **_of(Tells.UPDATE, "excluded up_bytes"),
+        **_of(Tells.UPDATE, "excluded up_bytes communication"),
+        **_of(Tells.TRAINING, "tokens tokens_per_second bytes_per_token"),
         "encoding_error": Tells.SILO,
     },
     "span": {"model": Tells.NOISY, **_of(Tells.COHORT, "cohort contributors")},

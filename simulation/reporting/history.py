@@ -31,6 +31,8 @@ class History(Sequence[Row]):
     Columns: round, attempt, clients (whose updates count), failed, excluded, time (virtual seconds
     at the round's end), seconds (of real time that the round took; None where it was not measured),
     staleness (mean number of models made since those that the updates started from; buffered rounds),
+    tokens (trained on in the round), tokens_per_second (of virtual time), bytes_per_token (both ways)
+    and communication (the mean share of the round's virtual time in transfers), each where it is known,
     train_NAME for training means, NAME for evaluation means, before_NAME for those of the model that the
     round began with; None where a round has no value.
     """

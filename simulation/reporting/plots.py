@@ -12,7 +12,7 @@ from roundtable.core.paths import AnyPath
 from roundtable.simulation.reporting.history import History
 
 COUNTS = ("round", "attempt", "clients", "failed", "excluded", "time", "seconds")
-TRAVELLED = ("up_bytes", "down_bytes", "encoding_error")
+TRAVELLED = ("up_bytes", "down_bytes", "encoding_error", "tokens", "tokens_per_second", "bytes_per_token")
 
 
 def new_figure(panels: int) -> tuple[Any, list[Any]]:
@@ -56,7 +56,7 @@ def curves(runs: Mapping[str, Sequence[History]], path: AnyPath | None = None) -
 
 def _still(name: str, runs: Mapping[str, Sequence[History]]) -> bool:
     """Whether what travelled was the same in every round of every run: no panel for a level line."""
-    if name not in TRAVELLED:
+    if name not in (*TRAVELLED, "communication"):
         return False
     return len({row.get(name) for group in runs.values() for run in group for row in run}) == 1
 

@@ -81,14 +81,17 @@ class Devices:
         total = self.table.latency + sum(
             amount / self._rate(name, index) for name, amount in amounts.items() if amount
         )
-        if self.table.jitter:
-            generator = numpy_generator(self._seed, "devices", "jitter", round, index)
-            total *= float(generator.lognormal(0.0, self.table.jitter))
-        return total
+        return total * self._jitter(index, round)
 
-    def upload_seconds(self, index: int, size: int) -> float:
-        """What so many bytes take on their way up, without latency and jitter."""
-        return size / self._rate("upload", index)
+    def way_seconds(self, index: int, round: int, transfer: Transfer) -> tuple[float | None, float | None]:
+        """What of `seconds` is the model's way down, and the update's up; None where no rate is stated."""
+        jitter = self._jitter(index, round)
+        ways = {"download": transfer.down, "upload": transfer.up}
+        down, up = (
+            None if self._rates[name] is None else size / self._rate(name, index) * jitter
+            for name, size in ways.items()
+        )
+        return down, up
 
     def link(self, index: int) -> LinkEstimate:
         """The client's line as if it had been measured."""
@@ -131,6 +134,13 @@ class Devices:
             return None
         wait = (1.0 - (now / self.table.period + self._phase)) % 1.0
         return now + max(float(wait[wait > 0].min(initial=1.0)) * self.table.period, 1e-3)
+
+    def _jitter(self, index: int, round: int) -> float:
+        """What the client's time in this round is multiplied by."""
+        if not self.table.jitter:
+            return 1.0
+        generator = numpy_generator(self._seed, "devices", "jitter", round, index)
+        return float(generator.lognormal(0.0, self.table.jitter))
 
     def _rate(self, name: str, index: int) -> float:
         rate = self._rates[name]

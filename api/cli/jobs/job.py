@@ -38,6 +38,7 @@ from roundtable.cli.shared.output import (
     say_lines,
     working,
 )
+from roundtable.cli.shared.rounds import throughput_of
 from roundtable.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def show(
         values["job_config"] = json.loads(detail.job_config or "{}")
         values["history"] = [json.loads(record) for record in detail.history]
         values["transfer"] = transfer_sums(values["history"])
+        values["throughput"] = [{"round": each["round"], **throughput_of(each)} for each in values["history"]]
         measured = measured_by_silo(values["history"], detail.job_config)
         values["measured"] = [] if measured is None else list(measured)
         values["fairness"] = {} if measured is None else measured.plain_fairness

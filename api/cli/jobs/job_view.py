@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from roundtable.simulation.reporting.client_table import ClientTable
 
 
+_THROUGHPUT = {
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "bytes_per_token": ("bytes/token", "{:.3g}"),
+    "communication": ("transfers", "{:.0%}"),
+}
+"""Figures of a round → the column's title, and how they read."""
+
+
 def loading_lines(task: JobTaskTable, path: Path, *, partial: bool = False) -> list[str]:
     """Three lines of Python that load a model file; `partial`: one without the frozen tensors."""
     made = f", parameters={task.parameters!r}" if task.parameters else ""
@@ -154,17 +162,20 @@ def _print_incidents(detail: JobDetail) -> None:
 def _print_history(records: list[dict[str, Any]]) -> None:
     figures = [figures_of(record) for record in records]
     names = list(dict.fromkeys(name for each in figures for name in metrics_of(each)))
+    forms = {name: form for name, form in _THROUGHPUT.items() if any(name in each for each in figures)}
     rows = [
         (
             record["round"],
             *(metrics_of(each).get(name, "") for name in names),
             f"{each['contributors']}/{each['cohort']}" if "cohort" in each else "secret",
             *way_of(record),
+            *(form.format(each[name]) if name in each else "" for name, (_, form) in forms.items()),
             duration(each["seconds"]),
         )
         for record, each in zip(records, figures, strict=True)
     ]
-    print_table(("round", *names, "silos", "up", "down", "time"), rows, "")
+    titles = (title for title, _ in forms.values())
+    print_table(("round", *names, "silos", "up", "down", *titles, "time"), rows, "")
 
 
 def measured_by_silo(records: list[dict[str, Any]], config: str) -> ClientTable | None:

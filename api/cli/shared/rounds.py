@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roundtable.cli.shared.output import duration
+from roundtable.core.observability.throughput import Throughput
 
 
 def round_line(number: int, rounds: int, figures: Mapping[str, Any]) -> str:
@@ -55,7 +56,14 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, Any]:
         **_sizes(record),
         "seconds": record["ended"] - record["started"],
         **_epsilon(record["charge"]),
+        **throughput_of(record),
     }
+
+
+def throughput_of(record: Mapping[str, Any]) -> dict[str, int | float]:
+    """What is known of the round's tokens, their bytes and speed, and the share of time in communication."""
+    seconds, transfers = record["ended"] - record["started"], record.get("transfers", {})
+    return Throughput.of(record["training"], transfers, record.get("contributors", ()), seconds).figures()
 
 
 def _sizes(record: Mapping[str, Any]) -> dict[str, int]:

@@ -311,6 +311,10 @@ export function seriesOf(rounds) {
       if (round.transfers.down) put("MB of updates and models", "models, down", round.round, round.transfers.down / 1e6);
       if (round.transfers.error) put("relative error of encoding", "updates", round.round, round.transfers.error);
     }
+    const { tokens_per_second: speed, bytes_per_token: size, communication } = round.throughput ?? {};
+    if (speed !== undefined) put("tokens a second", "all silos", round.round, speed);
+    if (size !== undefined) put("bytes a token", "updates and models", round.round, size);
+    if (communication !== undefined) put("share of time in transfers", "mean of silos", round.round, communication);
   }
   return found;
 }

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from roundtable.client.training.algorithm_round import AlgorithmRound, trained_slices
 from roundtable.client.training.batches import as_tensors, epoch_orders, ordering_of
 from roundtable.client.training.local_work import steps_of
+from roundtable.client.training.metrics import training_sums
 from roundtable.client.training.module_state import isolated_randomness
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import InvalidUpdate, RoundtableError
 from roundtable.core.seeds import derive_seed
-from roundtable.core.task import ArrayTask, initial_state
+from roundtable.core.task import AnyTask, ArrayTask, initial_state
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World, can_sum
 from roundtable.simulation.backends.precision import mixed, trained_task
 from roundtable.simulation.backends.sequential import ROWS_IN_MEMORY, allocate_rows, answer_of, failure_of
@@ -280,7 +281,8 @@ class Stacked:
             for client, change, own, count in zip(clients, changes, rules, steps, strict=True)
         ]
         values = torch.cat(losses).cpu().numpy()
-        return list(_answers(clients, plan, values, finite.tolist(), ended, f"round {round}"))
+        place = f"round {round}"
+        return list(_answers(self.world.task, clients, plan, values, finite.tolist(), ended, place))
 
     def _rules(self, round: int, vector: Tensor, client: _Client) -> AlgorithmRound:
         """A client's round as the algorithm begins it."""
@@ -334,6 +336,7 @@ class Stacked:
 
 
 def _answers(
+    task: AnyTask,
     clients: Sequence[_Client],
     plan: Sequence[Turn],
     losses: np.ndarray,
@@ -364,5 +367,5 @@ def _answers(
             yield kept
             continue
         loss, count = float(sums[number]), int(seen[number])
-        metrics = {"loss": (loss, count)}
+        metrics = training_sums(task, loss, count)
         yield Trained(client.work.client, client.examples, int(steps[number]), loss / count, metrics, kept)

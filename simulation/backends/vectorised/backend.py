@@ -30,6 +30,7 @@ from roundtable.client.training.batches import (
 )
 from roundtable.client.training.local_training import whole_loss
 from roundtable.client.training.local_work import LocalWork
+from roundtable.client.training.metrics import training_sums
 from roundtable.client.training.module_state import borrowed, isolated_randomness
 from roundtable.client.training.stream_batches import RoundBatches
 from roundtable.core.algorithms.contract import ClientAlgorithm, SecondModel
@@ -203,7 +204,7 @@ class Vectorised:
         kept = mine | rules.end(row, len(sizes)) | batches.kept()
         seen = sum(sizes)
         examples = count_examples(data)
-        metrics = {"loss": (loss_sum, seen)}
+        metrics = training_sums(self.world.task, loss_sum, seen)
         return Trained(item.client, examples or seen, len(sizes), loss_sum / seen, metrics, kept)
 
     def _measured(self, steps: Steps, data: Any, work: LocalWork) -> tuple[float, Tensor]:
