@@ -7,10 +7,10 @@
     python benchmarks/load.py --agents 10000 --cohort 1000 --rounds 3 --dial 50 --heartbeat 30
     python benchmarks/load.py --bare                # what their connections alone cost a server of gRPC
 
-The agents are light: many to a process, each with its own certificate, connection (gRPC over TLS), heartbeats
-and uploads. Latency is from the event "round_started" to the instruction's arrival at an agent.
-With `--dial` so many of them dial a second, as their own handshakes take as much of this machine as the
-coordinator's, and its deadline for one is 10 s.
+The agents are light (light_agents.py): many to a process, each with its own certificate, connection (gRPC
+over TLS), heartbeats and uploads. Latency is from the event "round_started" to the instruction's arrival at
+an agent. With `--dial` so many of them dial a second, as their own handshakes take as much of this machine as
+the coordinator's, and its deadline for one is 10 s.
 At the end the coordinator is killed and started again, and all come back. Meanwhile somebody asks it how it
 is and what waits, as `roundtable status` and `job queue` do: how long that takes is told for each part.
 What hours of such rounds do to a coordinator: benchmarks/soak.py.
@@ -19,10 +19,8 @@ What hours of such rounds do to a coordinator: benchmarks/soak.py.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
-import random
 import signal
 import socket
 import statistics
@@ -31,68 +29,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
-import grpc
 import psutil
 import torch
-from blake3 import blake3
-from cryptography.hazmat.primitives.asymmetric import ed25519
+from light_agents import BARE, HEARTBEAT, VALUES
 
 from roundtable.core import JobConfig, Layout, Model
 from roundtable.core.errors import UnavailableError
 from roundtable.core.identity.credentials import (
-    SiloIdentity,
     create_ca,
     issue,
-    load_credentials,
-    load_silo_identity,
 )
-from roundtable.core.identity.signing import passage_values, sign
 from roundtable.core.models import save_model
 from roundtable.operator import OperatorClient
-from roundtable.proto import PROTOCOL_VERSION, agent_pb2, agent_pb2_grpc, common_pb2
-from roundtable.proto.channel import CLIENT_OPTIONS
-from roundtable.proto.receipts import update_values
 
 AGENTS_A_PROCESS = 500
-VALUES = 1000
-JOBS_A_SILO = 50
-HEARTBEAT = 5.0
 STORM_SECONDS = 600.0
-BARE = """
-import asyncio, sys, tomllib
-from pathlib import Path
-import grpc
-from roundtable.core.allocator import tune_for_transfers
-from roundtable.core.identity.credentials import load_credentials
-from roundtable.proto import agent_pb2_grpc
-from roundtable.proto.channel import SERVER_OPTIONS
-
-class Agents(agent_pb2_grpc.AgentsServicer):
-    async def Connect(self, requests, context):
-        async for _ in requests:
-            pass
-
-async def main():
-    tune_for_transfers()
-    file = Path(sys.argv[1])
-    values = tomllib.loads(file.read_text())
-    held = load_credentials(file.parent / values["credentials"])
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    agent_pb2_grpc.add_AgentsServicer_to_server(Agents(), server)
-    secrets = grpc.ssl_server_credentials([(held.key, held.certificate)], held.ca, True)
-    server.add_secure_port(values["listen"], secrets)
-    await server.start()
-    print("listening", flush=True)
-    await server.wait_for_termination()
-
-asyncio.run(main())
-"""
 COORDINATOR = """
 import sys
 from pathlib import Path
@@ -106,119 +62,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-class LightAgent:
-    """One agent as the coordinator sees it; it answers every instruction with a vector of ones.
-
-    It answers at once, or as silos that train do: after `train` seconds at most, and half of that at least.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        port: int,
-        arrivals: list[tuple[int, float]],
-        train: float,
-        heartbeat: float = HEARTBEAT,
-        relay: str = "",
-    ) -> None:
-        held = load_credentials(folder)
-        self._name, self._relay = held.name, relay
-        self._identity = load_silo_identity(folder)
-        self._installation = ed25519.Ed25519PrivateKey.generate()
-        secrets = grpc.ssl_channel_credentials(held.ca, held.key, held.certificate)
-        options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-        self._channel = grpc.aio.secure_channel(f"localhost:{port}", secrets, options=options)
-        self._stub: Any = agent_pb2_grpc.AgentsStub(self._channel)
-        self._arrivals = arrivals
-        self._train = train
-        self._heartbeat = heartbeat
-
-    async def run(self) -> None:
-        """Takes part until cancelled; comes back after a loss."""
-        while True:
-            try:
-                await self._serve()
-            except grpc.aio.AioRpcError:
-                await asyncio.sleep(1.0)
-
-    async def _serve(self) -> None:
-        call = self._stub.Connect()
-        hello = agent_pb2.Hello(version="load", protocol=PROTOCOL_VERSION, tasks=["t"], clock=time.time())
-        hello.capacity.jobs = JOBS_A_SILO
-        if self._relay:
-            key = hello.installation = self._installation.public_key().public_bytes_raw()
-            hello.identity = self._identity.certificate
-            hello.passage.relay = self._relay
-            values = passage_values(self._name, self._relay, key)
-            hello.passage.signature = sign(self._identity, "passage", values)
-        await call.write(agent_pb2.FromAgent(hello=hello))
-        beating = asyncio.create_task(self._beat(call))
-        try:
-            while (message := await call.read()) is not grpc.aio.EOF:
-                if message.WhichOneof("message") == "challenge":
-                    values = {"nonce": message.challenge.hex(), "name": self._name}
-                    proof = sign(SiloIdentity(b"", self._installation), "installation", values)
-                    await call.write(agent_pb2.FromAgent(proof=proof))
-                if message.WhichOneof("message") == "instruction":
-                    self._arrivals.append((message.instruction.step.round, time.time()))
-                    await self._answer(message.instruction)
-        finally:
-            beating.cancel()
-
-    async def _beat(self, call: Any) -> None:
-        while True:
-            await asyncio.sleep(self._heartbeat)
-            await call.write(agent_pb2.FromAgent(heartbeat=agent_pb2.Heartbeat(state="available")))
-
-    async def _answer(self, instruction: agent_pb2.Instruction) -> None:
-        if self._train:
-            await asyncio.sleep(self._train * random.uniform(0.5, 1))
-        data = torch.ones(VALUES).numpy().tobytes()
-        header = agent_pb2.UploadHeader(
-            step=instruction.step,
-            content=common_pb2.Artifact(digest=blake3(data).hexdigest(), size=len(data)),
-            layout=instruction.train.layout,
-            encoding="float32",
-            examples=10,
-        )
-        if self._relay:
-            header.model, header.time = instruction.train.model.digest, time.time()
-            header.signature = sign(self._identity, "update", update_values(self._name, header))
-
-        async def parts() -> AsyncIterator[agent_pb2.UploadPart]:
-            yield agent_pb2.UploadPart(header=header)
-            yield agent_pb2.UploadPart(chunk=common_pb2.Chunk(offset=0, data=data))
-
-        await self._stub.Upload(parts())
-
-
-async def be_agents(
-    folder: Path,
-    port: int,
-    first: int,
-    count: int,
-    train: float,
-    dial: float,
-    heartbeat: float,
-    relay: str = "",
-) -> None:
-    """A process full of agents, until its standard input ends; then it prints when instructions came.
-
-    Agent n dials after n / `dial` seconds, or at once where that is 0.
-    """
-    arrivals: list[tuple[int, float]] = []
-
-    async def begin(number: int) -> None:
-        await asyncio.sleep(number / dial if dial else 0.0)
-        await LightAgent(folder / f"agent{number}", port, arrivals, train, heartbeat, relay).run()
-
-    tasks = [asyncio.create_task(begin(number)) for number in range(first, first + count)]
-    await asyncio.to_thread(sys.stdin.read)
-    for task in tasks:
-        task.cancel()
-    print(json.dumps(arrivals))
 
 
 @contextmanager
@@ -416,7 +259,7 @@ class Load:
         return workers
 
     def _workers(self) -> list[subprocess.Popen[bytes]]:
-        command = [sys.executable, __file__, "--be-agents"]
+        command = [sys.executable, str(Path(__file__).with_name("light_agents.py"))]
         return [
             subprocess.Popen([*command, *self._place(first)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             for first in range(0, self.agents, self._each)
@@ -503,11 +346,6 @@ def _cpu(process: psutil.Process) -> float:
 
 def main() -> int:
     """Runs it."""
-    if sys.argv[1:2] == ["--be-agents"]:
-        folder, port, first, count, train, dial, heartbeat, *relay = sys.argv[2:]
-        counts, seconds = map(int, (port, first, count)), map(float, (train, dial, heartbeat))
-        asyncio.run(be_agents(Path(folder), *counts, *seconds, *relay))
-        return 0
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--agents", type=int, default=1000)

@@ -4,7 +4,7 @@
     python benchmarks/page_load.py                       # 1,000 agents, 20 jobs, 10 pages
     python benchmarks/page_load.py --agents 100 --jobs 4
 
-The agents are those of benchmarks/load.py. A page is a browser's stream over HTTPS, of the overview and of
+The agents are those of light_agents.py. A page is a browser's stream over HTTPS, of the overview and of
 single jobs in turn. Printed are the events a second; the coordinator's share of a core without open pages,
 before and after, with them, and the difference to the mean of the two, because jobs that go on cost more with
 each silo that they have asked; and the time from an event, by the coordinator's clock, to its arrival: a
@@ -27,8 +27,9 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import psutil
+from light_agents import HEARTBEAT
+from load import Load, free_port
 
-from benchmarks.load import HEARTBEAT, Load, free_port
 from roundtable.administration import Administrator
 from roundtable.core.identity.credentials import issue
 

@@ -6,7 +6,7 @@
     python benchmarks/soak.py --virtual-hours 24             # a day of the simulator's time
     python benchmarks/soak.py --judge build/soak             # what an earlier run has left
 
-The light agents are those of benchmarks/load.py; the whole one is `roundtable client`, with its process for
+The light agents are those of light_agents.py; the whole one is `roundtable client`, with its process for
 training. Samples are lines of JSON in `--out`, the picture is soak.png beside them. Exits with 1 where
 something grows that should not; the bounds are in benchmarks/soak_verdict.py.
 """
