@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -113,6 +113,16 @@ class ServerConfig(Table):
     copies: list[str] = Field(
         default_factory=list,
         description="further places for models, as fsspec takes them: /mnt/second, s3://bucket/prefix",
+    )
+    combine: Literal["threads", "processes", "ray"] = Field(
+        "threads",
+        description="where blocks of the columns of large rounds are combined: threads of the coordinator, "
+        "processes beside it, or a Ray cluster (RAY_ADDRESS) of yours; the same bits everywhere",
+    )
+    combine_workers: int | None = Field(
+        None,
+        ge=1,
+        description="processes, or actors of the cluster, that combine; default: one for each core",
     )
     retention: RetentionTable = Field(
         default_factory=RetentionTable,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 
+from roundtable.aggregation.shards.named_workers import shard_workers
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import IdentityError, StorageError
 from roundtable.core.evidence.release import release
@@ -29,7 +30,7 @@ from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc, relay_pb2_grpc
 from roundtable.proto.channel import SERVER_OPTIONS
 from roundtable.proto.pieces import PieceHandlers
 from roundtable.server.clock import steady_time, watch_clock
-from roundtable.server.config import RetentionTable, ServerConfig
+from roundtable.server.config import ServerConfig
 from roundtable.server.dashboard import BehindThePage, Dashboard, NoDashboard
 from roundtable.server.jobs.admission.elastic import Elastic
 from roundtable.server.jobs.job_registry import JobRegistry
@@ -98,6 +99,7 @@ class Coordinator:
         self.deposed = asyncio.Event()
         self._leadership: Leadership | None = None
         self._bucket: Bucket | None = None
+        self._shards = shard_workers(config.combine, config.combine_workers)
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
@@ -145,6 +147,7 @@ class Coordinator:
             await self.security.stop()
         self._transfer.shutdown(wait=True)
         self._compute.shutdown(wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._shards.close)
         if self._bucket is not None:
             await asyncio.to_thread(self._bucket.close)
         if self._leadership is not None:
@@ -169,7 +172,7 @@ class Coordinator:
             clock=self.clock,
             compute=self._compute,
             writer=secrets.token_hex(8),
-            retention=Retention(self._database, artifacts, keep, replicas, _stay_of(config.retention)),
+            retention=Retention(self._database, artifacts, keep, replicas, Stay.of_days(config.retention)),
             alerts=alerts,
             together=self._together,
             tracking=Path(config.state) / "tracking",
@@ -180,6 +183,7 @@ class Coordinator:
             links=MeasuredLines(self._database, self._together),
             setups=SiloSetups(self._together),
             encodings=config.encodings,
+            shards=self._shards,
         )
         self.jobs = JobRegistry(services)
         self.security = Security(config, self._database, credentials, alerts, artifacts.load, self.clock)
@@ -302,10 +306,6 @@ class Coordinator:
             await self._together.write(lambda connection: seen(connection, name, now))
         except StorageError as error:
             log.warning("%s was last seen now, which could not be stored: %s", name, error)
-
-
-def _stay_of(days: RetentionTable) -> Stay:
-    return Stay(*(DAY_SECONDS * each for each in (days.artifacts, days.events, days.logs)))
 
 
 def run_server(

@@ -18,16 +18,10 @@ import numpy as np
 import torch
 
 from roundtable.aggregation.conditions import NotFinite
+from roundtable.aggregation.rows.column_work import AlongCells, AroundCells, Combination, GramCells, NormCells
 from roundtable.aggregation.rows.file_matrix import FileRows, SelectedFiles
-from roundtable.aggregation.rows.kernels import blocks_with_kernels
-from roundtable.aggregation.rows.matrix import MixedRows, SelectedRows, UpdateMatrix, block_ranges
-from roundtable.aggregation.rows.reductions import (
-    as_numpy,
-    cell_on,
-    combine_block,
-    in_float64,
-    sum_over_cells,
-)
+from roundtable.aggregation.rows.matrix import MixedRows, SelectedRows, UpdateMatrix
+from roundtable.aggregation.rows.row_passes import fill_columns, sum_over_cells
 from roundtable.core.errors import AggregationError
 
 _grams: MutableMapping[UpdateMatrix, np.ndarray] = weakref.WeakKeyDictionary()
@@ -45,7 +39,7 @@ def gram(matrix: UpdateMatrix) -> np.ndarray:
         mixed = matrix.mixing @ gram(matrix.base) @ matrix.mixing.T
         return np.asarray((mixed + mixed.T) / 2)
     if matrix not in _grams:
-        _grams[matrix] = sum_over_cells(matrix, "gram_cells", (matrix.rows, matrix.rows), lambda x: x @ x.T)
+        _grams[matrix] = sum_over_cells(matrix, GramCells(), (matrix.rows, matrix.rows))
     return _grams[matrix]
 
 
@@ -74,7 +68,7 @@ def squared_norms(matrix: UpdateMatrix) -> np.ndarray:
     if matrix in _grams:
         return np.diagonal(_grams[matrix]).copy()
     if matrix not in _norms:
-        _norms[matrix] = sum_over_cells(matrix, "norm_cells", (matrix.rows,), lambda x: (x * x).sum(1))
+        _norms[matrix] = sum_over_cells(matrix, NormCells(), (matrix.rows,))
     return _norms[matrix]
 
 
@@ -111,13 +105,7 @@ def gram_around(matrix: UpdateMatrix, centre: int) -> np.ndarray:
             around = gram_around(matrix.base, medoid(squared_distances(gram(matrix.base))))
         mixed = apart @ around @ apart.T
         return np.asarray((mixed + mixed.T) / 2)
-    total = np.zeros((matrix.rows, matrix.rows))
-    for _, _, values in matrix.blocks():
-        for start, stop in block_ranges(values.shape[1], cell_on(values.device)):
-            cell = in_float64(values[:, start:stop])
-            apart = cell - cell[centre]
-            total += as_numpy(apart @ apart.T)
-    return total
+    return sum_over_cells(matrix, AroundCells(centre), (matrix.rows, matrix.rows))
 
 
 def medoid(squared: np.ndarray) -> int:
@@ -134,13 +122,8 @@ def inner_products(matrix: UpdateMatrix, vector: torch.Tensor) -> tuple[np.ndarr
         raise AggregationError(
             f"a vector of {vector.numel()} values cannot be compared with updates of {matrix.columns}"
         )
-    across, own = np.zeros(matrix.rows), 0.0
-    for begin, _, values in matrix.blocks():
-        for start, stop in block_ranges(values.shape[1], cell_on(values.device)):
-            part = in_float64(vector[begin + start : begin + stop].to(values.device))
-            across += as_numpy(in_float64(values[:, start:stop]) @ part)
-            own += float(part @ part)
-    return across, own
+    sums = sum_over_cells(matrix, AlongCells(vector), (matrix.rows + 1,))
+    return sums[:-1], float(sums[-1])
 
 
 def combine(matrix: UpdateMatrix, factors: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -158,9 +141,7 @@ def combine(matrix: UpdateMatrix, factors: np.ndarray, out: torch.Tensor | None 
         matrix, factors = matrix.subset(used.tolist()), factors[used]
     if out is None:
         out = torch.empty(matrix.columns, dtype=matrix.dtype, device=matrix.device)
-    for start, stop, values, compiled in blocks_with_kernels(matrix, size):
-        combine_block(values, factors, out[start:stop], compiled)
-    return out
+    return fill_columns(matrix, Combination(np.asarray(factors)), out, size)
 
 
 def _mixed_norms(matrix: MixedRows) -> np.ndarray:

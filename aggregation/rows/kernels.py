@@ -59,7 +59,7 @@ def blocks_with_kernels(
         for start, stop, values in matrix.blocks():
             yield start, stop, values, _kernels_for(values, size)
         return
-    base, order = _in_place(matrix)
+    base, order = lying_in(matrix)
     chosen = SelectedRows(base, order.tolist())
     for start, stop, values in base.blocks():
         kernels = _kernels_for(values, size)
@@ -70,12 +70,12 @@ def blocks_with_kernels(
             yield left, right, copied, None
 
 
-def _in_place(matrix: SelectedRows) -> tuple[UpdateMatrix, np.ndarray]:
+def lying_in(matrix: SelectedRows) -> tuple[UpdateMatrix, np.ndarray]:
     """The matrix in which the rows lie, and which of its rows they are, int64."""
     order = np.array(matrix.indices, dtype=np.int64)
     if type(matrix.base) is not SelectedRows:
         return matrix.base, order
-    base, lying = _in_place(matrix.base)
+    base, lying = lying_in(matrix.base)
     return base, lying[order]
 
 

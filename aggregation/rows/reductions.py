@@ -6,15 +6,15 @@ which is many times slower as soon as another process wants the same cores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from roundtable.aggregation.rows.column_threads import in_ranges
-from roundtable.aggregation.rows.kernels import Kernels, blocks_with_kernels
-from roundtable.aggregation.rows.matrix import CELL, UpdateMatrix, accelerated, block_ranges
+from roundtable.aggregation.rows.kernels import Kernels
+from roundtable.aggregation.rows.matrix import CELL, accelerated, block_ranges
 
 _DEVICE_CELL = CELL << 7
 
@@ -49,26 +49,6 @@ def is_finite(vector: torch.Tensor) -> bool:
     return all(np.isfinite(values[start:stop]).all() for start, stop in block_ranges(len(values), CELL << 3))
 
 
-def sum_over_cells(
-    matrix: UpdateMatrix, kernel: str, shape: tuple[int, ...], formula: Callable[[Array], Array]
-) -> np.ndarray:
-    """Adds up, in order, what `kernel`, or else `formula` of float64 values, makes of each cell."""
-    total = np.zeros(shape)
-    cell = cell_on(matrix.device)
-    for _, _, values, compiled in blocks_with_kernels(matrix, matrix.rows * matrix.columns):
-        parts: Iterable[np.ndarray]
-        if compiled is not None:
-            parts = _cells_compiled(compiled, kernel, values, shape)
-        else:
-            ranges = block_ranges(values.shape[1], cell)
-            parts = (as_numpy(formula(in_float64(values[:, left:right]))) for left, right in ranges)
-        # A row that is not finite must spoil its own sums only, and silently: the caller looks for it.
-        with np.errstate(invalid="ignore", over="ignore"):
-            for part in parts:
-                total += part
-    return total
-
-
 def combine_block(
     values: torch.Tensor, factors: np.ndarray, out: torch.Tensor, compiled: Kernels | None
 ) -> None:
@@ -88,9 +68,10 @@ def combine_block(
         out[start:stop] = weights @ values[used, start:stop].double()
 
 
-def _cells_compiled(
-    kernels: Kernels, name: str, values: torch.Tensor, shape: tuple[int, ...]
-) -> Iterable[np.ndarray]:
+def cells_compiled(kernels: Kernels, name: str, values: torch.Tensor) -> Iterable[np.ndarray]:
+    """What the kernel `gram_cells` or `norm_cells` makes of each cell of a block."""
+    rows = len(values) if kernels.order is None else len(kernels.order)
+    shape = (rows, rows) if name == "gram_cells" else (rows,)
     sums = np.empty((-(-values.shape[1] // CELL), *shape))
 
     def work(start: int, stop: int) -> None:

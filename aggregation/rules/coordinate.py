@@ -8,21 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from roundtable.aggregation.conditions import NotFinite, require
+from roundtable.aggregation.conditions import require
 from roundtable.aggregation.influence import kept_around_median, kept_by_rank
 from roundtable.aggregation.registry import RuleResult, rule
-from roundtable.aggregation.rows.column_threads import in_ranges
-from roundtable.aggregation.rows.kernels import Kernels, blocks_with_kernels
-from roundtable.aggregation.rows.matrix import CELL, UpdateMatrix, accelerated, block_ranges
-from roundtable.aggregation.rows.sorting_networks import (
-    Network,
-    merge_exchange,
-    network_for_mean,
-    sorted_wires,
-    sorted_wires_on_device,
-)
-
-_MEAN_OF_WIRES, _AROUND_MEDIAN = 0, 1
+from roundtable.aggregation.rows.column_statistics import AROUND_MEDIAN, MEAN_OF_WIRES
+from roundtable.aggregation.rows.column_work import OrderStatistic
+from roundtable.aggregation.rows.matrix import UpdateMatrix
+from roundtable.aggregation.rows.row_passes import fill_columns
+from roundtable.aggregation.rows.sorting_networks import Network, merge_exchange, network_for_mean
 
 
 def _kept_by_median(values: torch.Tensor, _: Mapping[str, Any], __: Mapping[str, Any]) -> torch.Tensor:
@@ -66,90 +59,18 @@ def mean_around_median(matrix: UpdateMatrix, weights: np.ndarray, *, f: int) -> 
 
 def mean_nearest_to_median(matrix: UpdateMatrix, keep: int) -> torch.Tensor:
     """The mean of the `keep` values of each column nearest to the column's median, [d]."""
-    return _column_statistic(matrix, merge_exchange(matrix.rows), _AROUND_MEDIAN, 0, keep - 1)
+    return _column_statistic(matrix, merge_exchange(matrix.rows), AROUND_MEDIAN, 0, keep - 1)
 
 
 def _mean_of_wires(matrix: UpdateMatrix, first: int, last: int) -> torch.Tensor:
     network = network_for_mean(matrix.rows, first, last)
-    return _column_statistic(matrix, network, _MEAN_OF_WIRES, first, last)
+    return _column_statistic(matrix, network, MEAN_OF_WIRES, first, last)
 
 
 def _column_statistic(
     matrix: UpdateMatrix, network: Network, kind: int, first: int, last: int
 ) -> torch.Tensor:
     out = torch.empty(matrix.columns, dtype=matrix.dtype, device=matrix.device)
-    for start, stop, values, compiled in blocks_with_kernels(matrix, matrix.rows * matrix.columns):
-        part = out[start:stop]
-        if compiled is not None:
-            _compiled(compiled, values, network, kind, first, last, part)
-        elif accelerated(values.device):
-            _on_device(values, network, kind, first, last, part)
-        else:
-            _in_numpy(values.numpy(), network, kind, first, last, part.numpy())
-    return out
-
-
-def _compiled(
-    kernels: Kernels,
-    values: torch.Tensor,
-    network: Network,
-    kind: int,
-    first: int,
-    last: int,
-    out: torch.Tensor,
-) -> None:
     comparators = np.array(network, dtype=np.int32).reshape(-1, 2)
-    arguments = (comparators.ctypes.data, len(comparators), kind, first, last)
-
-    def work(start: int, stop: int) -> None:
-        pointer = out[start:stop].data_ptr()
-        if kernels.call("column_statistic", values[:, start:stop], *arguments, pointer):
-            raise NotFinite
-
-    in_ranges(work, values.shape[1], CELL)
-
-
-def _in_numpy(
-    values: np.ndarray, network: Network, kind: int, first: int, last: int, out: np.ndarray
-) -> None:
-    for start, stop in block_ranges(len(out), 2 * CELL):
-        wires = sorted_wires(values[:, start:stop], network)
-        if kind == _AROUND_MEDIAN:
-            out[start:stop] = _around_median(np.stack(wires).astype(np.float64), last - first + 1)
-            continue
-        total = wires[first].astype(np.float64)
-        for wire in wires[first + 1 : last + 1]:
-            total += wire
-        out[start:stop] = total / (last - first + 1)
-
-
-def _around_median(ordered: np.ndarray, keep: int) -> np.ndarray:
-    """Mean of the window of `keep` sorted values nearest to the median: [n, width] → [width].
-
-    The window starts at the first row that is not farther from the median than the one just right of the
-    window; rows outside are masked, not subtracted, so that a hostile magnitude cannot cancel digits.
-    """
-    rows = len(ordered)
-    middle = (ordered[(rows - 1) // 2] + ordered[rows // 2]) / 2
-    farther = middle - ordered[: rows - keep] > ordered[keep:] - middle
-    start = np.logical_and.accumulate(farther, axis=0).sum(axis=0)
-    index = np.arange(rows)[:, None]
-    inside = (index >= start) & (index < start + keep)
-    return np.asarray(np.where(inside, ordered, 0.0).sum(axis=0) / keep)
-
-
-def _on_device(
-    values: torch.Tensor, network: Network, kind: int, first: int, last: int, out: torch.Tensor
-) -> None:
-    wires = torch.stack(sorted_wires_on_device(values, network))
-    if kind == _MEAN_OF_WIRES:
-        out.copy_(wires[first : last + 1].double().mean(dim=0))
-        return
-    rows, keep = len(wires), last - first + 1
-    ordered = wires.double()
-    middle = (ordered[(rows - 1) // 2] + ordered[rows // 2]) / 2
-    farther = middle - ordered[: rows - keep] > ordered[keep:] - middle
-    start = farther.long().cumprod(dim=0).sum(dim=0)
-    index = torch.arange(rows, device=out.device)[:, None]
-    inside = (index >= start) & (index < start + keep)
-    out.copy_(torch.where(inside, ordered, 0.0).sum(dim=0) / keep)
+    fill_columns(matrix, OrderStatistic(comparators, kind, first, last), out)
+    return out

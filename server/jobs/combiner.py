@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from roundtable.aggregation.foreign_optimizer import ForeignOptimizer
+from roundtable.aggregation.rows.row_passes import ShardWorkers, sharded_over
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Encoding
 from roundtable.core.model_delta import delta_blocks, published
@@ -37,11 +38,17 @@ class Combiner:
     """Makes one job's models. Blocks for as long as that takes: call it in a thread."""
 
     def __init__(
-        self, job: JobConfig, plan: Plan, artifacts: ArtifactStore, trusted: TrustedTraining
+        self,
+        job: JobConfig,
+        plan: Plan,
+        artifacts: ArtifactStore,
+        trusted: TrustedTraining,
+        shards: ShardWorkers,
     ) -> None:
         self._job = job
         self._artifacts = artifacts
         self._trusted = trusted
+        self._shards = shards
         # A rule that starts from the last aggregate needs it afterwards; others let the model take its place.
         whole = isinstance(plan.optimizer, ForeignOptimizer) and not plan.optimizer.elementwise
         keeps_aggregate = whole or plan.aggregation.takes("previous")
@@ -57,7 +64,7 @@ class Combiner:
         give_back_free_memory()
         made: list[ArtifactRow] = []
         try:
-            with ExitStack() as reading:
+            with ExitStack() as reading, sharded_over(self._shards):
                 event = self._combine(action, received, guarantee, now, reading, made)
         except BaseException:
             # Nobody will mention what was made, of damaged files or in part.

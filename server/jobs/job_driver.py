@@ -149,7 +149,7 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     collection: RoundCollection = PlainRounds(job, layout.sent, services)
     if masking_of(job.privacy) is not None:
         collection = SecureRounds(row.id, job, row.config, layout.sent, services, inbox, tasks)
-    combiner = Combiner(job, plan, services.artifacts, services.trusted)
+    combiner = Combiner(job, plan, services.artifacts, services.trusted, services.shards)
     aggregate = AggregateAction(row.id, combiner, collection, account, services, inbox)
     instructions = StepInstructions(row.id, row.config, layout.fingerprint, _submission(row), services)
     tracking = JobTracking(row.id, job, services.tracking, history)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from roundtable.aggregation.rows.row_passes import ShardWorkers
 from roundtable.server.jobs.sessions import Sessions
 from roundtable.server.jobs.trusted_training import TrustedTraining
 from roundtable.server.operations.alerts import Alerts
@@ -28,7 +29,7 @@ class JobServices:
     `compute` is the one thread in which models are made; `writer` names this process in the rows that it
     writes; `together` groups small writes of many callers; `tracking` is the folder of all jobs' trackers;
     `queue` is what operators have set for the turns of jobs; `encodings` are those of others that may decode
-    updates, by name, with the hashes of their code.
+    updates, by name, with the hashes of their code; `shards` work on blocks of large rounds beside `compute`.
     """
 
     database: Database
@@ -48,3 +49,4 @@ class JobServices:
     links: MeasuredLines
     setups: SiloSetups
     encodings: Mapping[str, str]
+    shards: ShardWorkers

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from roundtable.aggregation import rows_in_files
+from roundtable.aggregation.rows.row_passes import sharded_over
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Encoding, StreamKey, get_encoding
 from roundtable.core.errors import AggregationError, SiteFailure, StorageError
@@ -120,11 +121,9 @@ class PlainRounds:
         encodings = [sums if each.relay else self._encoding_of(each) for each in vectors]
         keys = [StreamKey(self._seed, each.client, *asked_in(each, action.step)) for each in vectors]
         digests = [each.digest for each in vectors]
-        return mean_of_parts(
-            aggregation_config(self._job.aggregation),
-            rows_in_files(paths, self._columns, encodings, keys, digests),
-            parts,
-        )
+        rows = rows_in_files(paths, self._columns, encodings, keys, digests)
+        with sharded_over(self._services.shards):
+            return mean_of_parts(aggregation_config(self._job.aggregation), rows, parts)
 
     def _encoding_of(self, update: m.Update) -> Encoding:
         chosen = update.transfer.encoding if update.transfer else ""

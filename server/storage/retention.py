@@ -16,6 +16,7 @@ from sqlalchemy.engine import Connection
 from roundtable.core.errors import StorageError
 from roundtable.core.failpoints import failpoint
 from roundtable.engine.messages import RoundRecord
+from roundtable.server.config import RetentionTable
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.replicas import Replicas
 from roundtable.server.store import FINAL, Database
@@ -49,6 +50,11 @@ class Stay:
     artifacts: float = 0.0
     events: float = 0.0
     lines: float = 0.0
+
+    @classmethod
+    def of_days(cls, days: RetentionTable) -> Stay:
+        """As the coordinator's file says."""
+        return cls(*(86400.0 * each for each in (days.artifacts, days.events, days.logs)))
 
 
 class Retention:

@@ -24,11 +24,11 @@ from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.machine.process_facts import prefer_to_be_killed
 from roundtable.core.task import load_task
+from roundtable.core.workers.frames import Channel, PeerGone
+from roundtable.core.workers.shared_vectors import SharedFloats, shared_bytes
 from roundtable.simulation.backend import Backend, Failed, Measured, Trained, Work, World
 from roundtable.simulation.backends.carried_task import unpack_task
-from roundtable.simulation.backends.frames import Channel, PeerGone
 from roundtable.simulation.backends.local import make_local
-from roundtable.simulation.backends.shared_vectors import SharedFloats, shared_bytes
 from roundtable.simulation.world.simulated_clients import Clients
 
 WORKER = "ROUNDTABLE_SIMULATION_WORKER"

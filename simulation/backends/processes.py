@@ -24,12 +24,12 @@ from torch import Tensor
 
 from roundtable.core.errors import ConfigError, ResourceError, TaskError
 from roundtable.core.machine.stop_signals import KILL
+from roundtable.core.workers.frames import Channel, PeerGone
+from roundtable.core.workers.shared_vectors import SharedFloats, share_bytes
 from roundtable.simulation.backend import Backend, Failed, Measured, Trained, Work, World
-from roundtable.simulation.backends.frames import Channel, PeerGone
 from roundtable.simulation.backends.local import make_local
 from roundtable.simulation.backends.precision import mixed
 from roundtable.simulation.backends.process_worker import WORKER, decode, start_message
-from roundtable.simulation.backends.shared_vectors import SharedFloats, share_bytes
 from roundtable.simulation.world.simulated_clients import DATA_BUDGET, Clients
 
 _LOG = logging.getLogger(__name__)

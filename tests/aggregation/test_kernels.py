@@ -205,7 +205,13 @@ def test_what_an_accelerator_would_do_agrees_and_never_goes_through_numpy(
         return aggregate(matrix, clients, AggregationConfig(name, parameters, pre), context=context).vector
 
     expected = work()
-    for module in ("rows.matrix", "rows.kernels", "rows.reductions", "rules.coordinate"):
+    for module in (
+        "rows.matrix",
+        "rows.kernels",
+        "rows.reductions",
+        "rows.row_passes",
+        "rows.column_statistics",
+    ):
         monkeypatch.setattr(f"roundtable.aggregation.{module}.accelerated", lambda device: True)
     fetched, to_numpy = set(), torch.Tensor.numpy
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from roundtable.core.errors import TaskError
+from roundtable.core.workers.frames import Channel
 from roundtable.simulation import simulate
 from roundtable.simulation.backends import processes
-from roundtable.simulation.backends.frames import Channel
 from roundtable.simulation.backends.processes import Processes
 
 

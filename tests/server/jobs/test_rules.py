@@ -15,7 +15,10 @@ import torch
 from scripted_agent import ScriptedAgent
 from service import AGENTS, Operator, running
 
+from roundtable.aggregation.rows import row_passes
+from roundtable.aggregation.rows.row_passes import ShardOrder
 from roundtable.aggregation.rules.trust_based import foolsgold_weights
+from roundtable.aggregation.shards.shard_processes import ShardProcess
 from roundtable.server import Coordinator, ServerConfig, load_server_config
 from roundtable.trusted import TrustedData
 
@@ -175,3 +178,32 @@ async def test_custom_weights(settings: Callable[..., ServerConfig], certificate
             await operator.watch_until(job.id, "finished")
         model = await operator.fetch((await operator.job(job.id)).job.model.digest)
     assert torch.frombuffer(bytearray(model[-16:]), dtype=torch.float32).tolist() == [2.0] * 4
+
+
+async def test_processes_beside_the_coordinator_combine_its_rounds_and_end_with_it(
+    settings: Callable[..., ServerConfig], certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_passes, "WORTH_SHARDING", 1)
+    table = '[aggregation]\nrule = "median"\n[cohort]\nsize = 3\n[evaluation]\nevery = 0'
+    original, orders = ShardProcess.ask, []
+
+    def ask(self: ShardProcess, lane: int, order: ShardOrder, block: torch.Tensor) -> np.ndarray:
+        answer = original(self, lane, order, block)
+        orders.append((self.process, tuple(block.shape)))
+        return answer
+
+    monkeypatch.setattr(ShardProcess, "ask", ask)
+    async with (
+        running(settings(combine="processes", combine_workers=1)) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+    ):
+        agents = [ScriptedAgent(coordinator.port, certificates / name) for name in AGENTS]
+        async with agents[0], agents[1], agents[2]:
+            job = await operator.submit(table, rounds=1)
+            await one_round(agents, [torch.full((4,), v) for v in (1.0, 5.0, 99.0)])
+            await operator.watch_until(job.id, "finished")
+        model = await operator.fetch((await operator.job(job.id)).job.model.digest)
+    assert torch.frombuffer(bytearray(model[-16:]), dtype=torch.float32).tolist() == [5.0] * 4
+    ((process, shape),) = orders
+    assert shape == (3, 4)
+    assert process.poll() is not None

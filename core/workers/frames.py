@@ -1,4 +1,4 @@
-"""Messages between a simulation and its workers: JSON and raw tensors over a socket pair, no pickle.
+"""Messages between a process and its workers: JSON and raw tensors over a socket pair, no pickle.
 
 4 bytes   length of the header, little-endian
 header    JSON; "blobs" holds the lengths of what follows
@@ -30,7 +30,7 @@ Message = tuple[dict[str, Any], list[dict[str, Tensor]], list[int]]
 
 
 class Channel:
-    """One end of the connection between a simulation and one worker.
+    """One end of the connection between a process and one of its workers.
 
     Both may send more at once than the connection holds. One end `yields`: while the other does not read, it
     takes in what the other sends and keeps it for `receive`. Else each could wait for the other to read.
