@@ -209,7 +209,13 @@ class JobContext:
         if record.examples is not None:
             info = replace(info, examples=record.examples)
         return Candidate(
-            info, record.selected, record.completed, record.last_round, record.loss, record.seconds
+            info,
+            record.selected,
+            record.completed,
+            record.last_round,
+            record.loss,
+            record.seconds,
+            record.direction,
         )
 
     def choose(self, names: Sequence[str], size: int, chance: np.random.Generator) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -40,6 +41,34 @@ def by_histogram(
     return [[numbers[i] for i in group] for group in groups] + ([silent] if silent else [])
 
 
+def by_direction(directions: Sequence[str], most: int, chance: np.random.Generator) -> list[list[int]]:
+    """At most `most` groups of clients whose last updates, in sketches, pointed the same way.
+
+    Close is a small 1 − cosine. Those of whom no update is known ("") are a group of their own.
+    """
+    told = [index for index, text in enumerate(directions) if text]
+    silent = [index for index, text in enumerate(directions) if not text]
+    if not told:
+        return [silent]
+    points = np.array([_sketch(directions[index]) for index in told], dtype=np.float64)
+    points /= np.linalg.norm(points, axis=1, keepdims=True)
+    groups = _spread(points, most - bool(silent), chance, _one_less_cosine)
+    return [[told[i] for i in group] for group in groups] + ([silent] if silent else [])
+
+
+def direction_text(sketch: np.ndarray) -> str:
+    """A sketch [width] as it is kept, without its length: a byte for each place. "" for one that is zero or
+    not finite: it points nowhere."""
+    largest = float(np.abs(sketch).max(initial=0.0))
+    if not 0 < largest < np.inf:
+        return ""
+    return base64.b64encode(np.rint(sketch * (127 / largest)).astype(np.int8).tobytes()).decode()
+
+
+def _sketch(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype=np.int8)
+
+
 def histogram(text: str) -> Mapping[str, int]:
     """The counts in what a client declares: "0:120 1:34"; empty for what is no histogram."""
     counts: dict[str, int] = {}
@@ -57,6 +86,11 @@ Distances = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 def _total_variation(points: np.ndarray, point: np.ndarray) -> np.ndarray:
     distances: np.ndarray = 0.5 * np.abs(points - point).sum(axis=1)
+    return distances
+
+
+def _one_less_cosine(points: np.ndarray, point: np.ndarray) -> np.ndarray:
+    distances: np.ndarray = 1.0 - points @ point
     return distances
 
 

@@ -109,6 +109,8 @@ def check_strategy(job: JobConfig, strategy: Strategy) -> None:
             f"cohort.strategy = {job.cohort.strategy!r} chooses by the losses that silos tell, which privacy "
             'levels and secure aggregation hide; choose "uniform", "reliability" or another strategy'
         )
+    if job.cohort.balance == "directions":
+        _check_directions(job, private)
     free = isinstance(job.privacy, NoPrivacy | OwnNoise) and masking_of(job.privacy) is None
     if job.cohort.deadline_percentile is not None and not free:
         raise PrivacyError(f"cohort.deadline_percentile: {_TIMED}")
@@ -121,7 +123,25 @@ def check_strategy(job: JobConfig, strategy: Strategy) -> None:
         )
 
 
+def _check_directions(job: JobConfig, private: bool) -> None:
+    """What hides single updates, or makes those of two rounds incomparable."""
+    key = 'cohort.balance = "directions"'
+    if private:
+        raise PrivacyError(
+            f"{key} compares single updates, which privacy levels and secure aggregation hide; balance by "
+            'what silos declare: "value" or "histogram", with a label'
+        )
+    if job.transfer.memory.way == "ef21" or job.common_rank is not None:
+        which = "transfer.feedback" if job.transfer.memory.way == "ef21" else "transfer.up"
+        raise ConfigError(
+            f"{key} compares what silos have sent in different rounds, and with this {which} that are no "
+            "updates: differences from what was sent before, or factors by each round's own basis; "
+            "balance by what is declared",
+            key=("cohort", "balance"),
+        )
+
+
 def _blinded(candidate: Candidate) -> Candidate:
     """What does not depend on a client's data: who it is, what is declared of it, when it was asked."""
     info = replace(candidate.info, examples=None, completed=candidate.info.selected)
-    return replace(candidate, info=info, completed=candidate.selected, loss=None, seconds=None)
+    return replace(candidate, info=info, completed=candidate.selected, loss=None, seconds=None, direction="")

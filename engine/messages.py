@@ -177,7 +177,7 @@ class Aggregated:
     the round's training metrics where no single update tells any, `before` those that came with them of the
     model that the round began with, `central` what the server measured of the new one, on test data of its
     own. `delta` names the artifact with the encoded change from the old model
-    to the new one ("" for none).
+    to the new one ("" for none). `directions` are sketches of the updates, where the job chooses by them.
     """
 
     step: Step
@@ -191,6 +191,7 @@ class Aggregated:
     before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     delta: str = ""
     central: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    directions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

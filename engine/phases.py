@@ -196,8 +196,12 @@ class Phases:
         """Writes the round's record and asks for it to be made durable."""
         private = not isinstance(self._job.privacy, NoPrivacy)
         record = record_of(self._context.attempt(), now, private, self._job.metrics)
+        aggregated = self._context.attempt().aggregated
+        directions = aggregated.directions if aggregated is not None else {}
         for name in record.contributors:
-            self._context.record(name).counted = self._context.counted(name)
+            client = self._context.record(name)
+            client.counted = self._context.counted(name)
+            client.direction = directions.get(name, client.direction)
         self._state.hops = hops_after(self._state)
         self._state.model, self._state.optimizer = record.model, record.optimizer
         self._state.summed = ()

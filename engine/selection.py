@@ -20,7 +20,7 @@ from roundtable.core.job_tables.cohort_table import CohortTable
 from roundtable.core.privacy_table import groups_of, has_secret_cohorts
 from roundtable.core.seeds import derive_seed
 from roundtable.engine.clients import ClientInfo
-from roundtable.engine.diverse_groups import by_histogram, by_value
+from roundtable.engine.diverse_groups import by_direction, by_histogram, by_value
 from roundtable.engine.population import Population
 from roundtable.engine.state import EngineState
 
@@ -30,7 +30,8 @@ class Candidate:
     """What a strategy may know of a client. Counts are over the job's past rounds.
 
     `loss` is the mean training loss that it told last, `seconds` what its last update took, without time in
-    line at it; None where not known.
+    line at it; None where not known. `direction` is the sketch of its last update that is in a model, where
+    the job keeps that, else "".
     """
 
     info: ClientInfo
@@ -39,6 +40,7 @@ class Candidate:
     last_round: int = 0
     loss: float | None = None
     seconds: float | None = None
+    direction: str = ""
 
     @property
     def reliability(self) -> float:
@@ -100,14 +102,17 @@ def diversity(
 
     A group are those with the same value under the metadata key `label`; with `balance = "histogram"` it
     holds counts of labels, and those with close mixtures are a group, of which there are as many as clients
-    are wanted at most. Clients that declare nothing under that key form a group of their own.
+    are wanted at most. Clients that declare nothing under that key form a group of their own. With `balance =
+    "directions"` a group are those whose last updates pointed the same way, as many groups at most.
     """
-    assert cohort.label is not None
-    infos = [lookup(name).info for name in names]
-    if cohort.balance == "histogram":
-        groups = by_histogram(infos, cohort.label, size, chance)
+    known = [lookup(name) for name in names]
+    infos = [each.info for each in known]
+    if cohort.balance == "directions":
+        groups = by_direction([each.direction for each in known], size, chance)
+    elif cohort.balance == "histogram":
+        groups = by_histogram(infos, cohort.label or "", size, chance)
     else:
-        groups = by_value(infos, cohort.label)
+        groups = by_value(infos, cohort.label or "")
     left = [[group[int(i)] for i in chance.permutation(len(group))] for group in groups]
     left = [left[int(i)] for i in chance.permutation(len(left))]
     chosen: list[str] = []

@@ -38,7 +38,8 @@ class ClientRecord:
     By speed: `pace` is its seconds per step as far as known, `given` (round, steps) what it was last given,
     `asked` when it was asked for them; None once it has answered, or where the time between tells nothing.
     `choice`: how its updates are encoded, where that is chosen. `course`: the states that it went through
-    since it was asked last, with when each began.
+    since it was asked last, with when each began. `direction`: a sketch of its newest update that is in a
+    committed model, where the job chooses by that.
     """
 
     state: ClientState = "available"
@@ -58,6 +59,7 @@ class ClientRecord:
     asked: float | None = None
     choice: EncodingChoice | None = None
     course: tuple[tuple[str, float], ...] = ()
+    direction: str = ""
 
     def turn(self, state: ClientState, now: float) -> None:
         """It goes on to this state: a course begins where it is asked, and is over with its answer."""

@@ -178,4 +178,5 @@ def can_sum(world: World) -> bool:
         and job.round.mode == "synchronous"
         and attack.get("name", "label_flip") == "label_flip"
         and not job.simulation.regions
+        and job.cohort.balance != "directions"
     )

@@ -16,7 +16,7 @@ import torch
 
 from roundtable.aggregation.rows.column_statistics import column_statistic
 from roundtable.aggregation.rows.kernels import Kernels
-from roundtable.aggregation.rows.matrix import block_ranges
+from roundtable.aggregation.rows.matrix import CELL, block_ranges
 from roundtable.aggregation.rows.reductions import (
     as_numpy,
     cell_on,
@@ -24,6 +24,7 @@ from roundtable.aggregation.rows.reductions import (
     combine_block,
     in_float64,
 )
+from roundtable.core.seeds import numpy_generator
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,29 @@ class AlongCells:
 
 
 @dataclass(frozen=True)
+class SketchCells:
+    """Each value, times the sign of its column, added to place column % width of its row: [rows, width].
+
+    `first` is the number of the block's first cell: signs are drawn for each cell by itself.
+    """
+
+    seed: int
+    width: int
+    first: int = 0
+    kernels: ClassVar[bool] = False
+
+    def at(self, start: int, stop: int) -> SketchCells:
+        return SketchCells(self.seed, self.width, self.first + start // CELL)
+
+    def parts(self, values: torch.Tensor, compiled: Kernels | None) -> Iterable[np.ndarray]:
+        for number, (start, stop) in enumerate(block_ranges(values.shape[1], CELL), self.first):
+            signs = 2 * numpy_generator(self.seed, "signs", number).integers(0, 2, stop - start) - 1
+            cell = as_numpy(in_float64(values[:, start:stop])) * signs
+            whole = np.pad(cell, ((0, 0), (0, -cell.shape[1] % self.width)))
+            yield whole.reshape(len(whole), -1, self.width).sum(axis=1)
+
+
+@dataclass(frozen=True)
 class Combination:
     """Σ_i factors[i] · row i."""
 
@@ -121,18 +145,19 @@ class OrderStatistic:
         column_statistic(values, self.comparators, self.statistic, self.first, self.last, out, compiled)
 
 
-CellWork: TypeAlias = GramCells | NormCells | AroundCells | AlongCells
+CellWork: TypeAlias = GramCells | NormCells | AroundCells | AlongCells | SketchCells
 """Sums over columns: `parts` gives those of each cell of a block [rows, width], in order, in float64."""
 
 FillWork: TypeAlias = Combination | OrderStatistic
 """A value for each column: `fill` writes those of a block [rows, width] into `out` [width]."""
 
 ColumnWork: TypeAlias = CellWork | FillWork
-"""`kernels` says whether compiled kernels can do it; `at` gives the work on the block of some columns."""
+"""`kernels` says whether compiled kernels can do it; `at` gives the work on the block of some columns: a
+worker cuts that once more, counted from the block's first."""
 
 _WORKS: Mapping[str, type[Any]] = {
     each.__name__: each
-    for each in (GramCells, NormCells, AroundCells, AlongCells, Combination, OrderStatistic)
+    for each in (GramCells, NormCells, AroundCells, AlongCells, SketchCells, Combination, OrderStatistic)
 }
 
 

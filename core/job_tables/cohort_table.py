@@ -36,10 +36,10 @@ class CohortTable(Table):
     label: str | None = Field(
         None, description="diversity: the declared metadata key to balance, for example region"
     )
-    balance: Literal["value", "histogram"] = Field(
+    balance: Literal["value", "histogram", "directions"] = Field(
         "value",
         description='diversity: by what stands under label, or, where that is "0:120 1:34", by mixtures of '
-        "labels",
+        "labels, or, without a label, by where the clients' last updates pointed",
     )
     candidates: int | None = Field(
         None,
@@ -83,8 +83,11 @@ class CohortTable(Table):
             raise ValueError(
                 "poisson sampling draws the cohort's size itself: leave out size and over_selection"
             )
-        if (self.strategy == "diversity") != (self.label is not None):
-            raise ValueError('label belongs to strategy = "diversity", and is needed there')
+        declared = self.strategy == "diversity" and self.balance != "directions"
+        if declared != (self.label is not None):
+            raise ValueError(
+                'label belongs to strategy = "diversity", and is needed there unless balance = "directions"'
+            )
         if self.balance != "value" and self.strategy != "diversity":
             raise ValueError('balance belongs to strategy = "diversity"')
         if self.candidates is not None and self.strategy != "power_of_choice":

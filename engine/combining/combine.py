@@ -16,6 +16,7 @@ from torch import Tensor
 
 from roundtable.aggregation import AggregationResult, ClientRow, RuleContext, TensorMatrix, aggregate
 from roundtable.aggregation.rows.reductions import is_finite
+from roundtable.aggregation.rows.sketches import sketches
 from roundtable.core.algorithms.contract import ClientShare
 from roundtable.core.encodings import Encoding, StreamKey
 from roundtable.core.errors import AggregationError
@@ -30,6 +31,7 @@ from roundtable.engine.combining.server_state import ServerState
 from roundtable.engine.combining.server_step import ServerStep
 from roundtable.engine.combining.staleness import discounted
 from roundtable.engine.combining.update_history import remembered, sums_with
+from roundtable.engine.diverse_groups import direction_text
 from roundtable.engine.messages import Aggregated, Step
 from roundtable.engine.validation.round_noise import CorrelatedRounds, FreshNoise, SiloNoise
 from roundtable.engine.validation.round_plan import Plan
@@ -37,6 +39,9 @@ from roundtable.privacy import (
     NoiseSource,
     SecureNoise,
 )
+
+_SKETCHED = 128
+"""Places of a sketch: the cosine of two is off by about 0.09."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class Combined:
             training=account.training,
             before=account.before,
             delta=delta,
+            directions=account.directions,
         )
 
 
@@ -257,8 +263,16 @@ def _of_rows(
         weights=result.weights,
         diagnosis=result.diagnosis.to_dict(),
         charge=_noise_of_silos(plan, noise),
+        directions=_directions(rows, seed) if plan.sketched else {},
     )
     return RoundDelta(result.vector, ServerState(previous=_previous(plan, result), past=past), account)
+
+
+def _directions(rows: Rows, seed: int) -> dict[str, str]:
+    """What is kept of where each update points; of one that points nowhere nothing."""
+    found = sketches(rows.matrix, derive_seed(seed, "directions"), _SKETCHED)
+    texts = {each.client: direction_text(row) for each, row in zip(rows.updates, found, strict=True)}
+    return {client: text for client, text in texts.items() if text}
 
 
 def _of_mean(mean: Mean) -> RoundDelta:

@@ -17,7 +17,7 @@ class RoundAccount:
 
     `excluded` maps a client to the reason why its update was left out; `charge` is the cost in privacy;
     `training` are metrics as (sum, count) that no single update tells, `before` those of the model that the
-    round began with.
+    round began with. `directions` are sketches of the updates, where the job chooses by them.
     """
 
     excluded: Mapping[str, str] = field(default_factory=dict)
@@ -26,6 +26,7 @@ class RoundAccount:
     charge: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     before: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    directions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,8 @@ class Plan:
     how the change from model to model is encoded; None where silos get the exact model. `estimates`: silos
     send differences from what they have sent (EF21). `thinned` multiplies what is published by d/k, after the
     noise. `common`: updates are factors by a basis that lies behind the model. `factors` are pairs of
-    low-rank factors that are merged by the algorithm, or whose averaging is measured.
+    low-rank factors that are merged by the algorithm, or whose averaging is measured. `sketched`: the
+    directions of updates are kept, for the next draws.
     """
 
     aggregation: AggregationConfig
@@ -115,6 +116,7 @@ class Plan:
     thinned: RandomK | None = None
     common: CommonRank | None = None
     factors: tuple[FactorPair, ...] = ()
+    sketched: bool = False
 
     def over(self, layout: Layout) -> Plan:
         """The plan for vectors of this layout, which encodings may look at. ConfigError for a model without
@@ -236,6 +238,7 @@ def make_plan(
         estimates,
         thin,
         job.common_rank,
+        sketched=job.cohort.balance == "directions",
     )
 
 

@@ -60,6 +60,11 @@ def check_sums(job: JobConfig, needs: str) -> None:
         raise ConfigError(
             f'{needs} transfer.feedback = "ef21" goes on from what each client has sent; set "on"'
         )
+    if job.cohort.balance == "directions":
+        raise ConfigError(
+            f'{needs} cohort.balance = "directions" compares single updates; balance by what is declared: '
+            '"value" or "histogram", with a label'
+        )
     _check_rule(job.aggregation, needs)
 
 

@@ -23,6 +23,7 @@ from roundtable.aggregation import (
 from roundtable.aggregation.rows import kernels, row_passes
 from roundtable.aggregation.rows.row_digests import DamagedRows
 from roundtable.aggregation.rows.row_passes import sharded_over
+from roundtable.aggregation.rows.sketches import sketches
 from roundtable.aggregation.shards import named_workers, shard_processes
 from roundtable.aggregation.shards.named_workers import shard_workers
 from roundtable.aggregation.shards.shard_processes import ShardProcess, ShardProcesses
@@ -117,6 +118,20 @@ def test_rows_in_memory_in_float64_and_in_another_order(workers: ShardProcesses,
     alone = aggregate(TensorMatrix(rows), clients, config, 7).vector
     with sharded_over(workers):
         assert torch.equal(aggregate(TensorMatrix(rows), clients, config, 7).vector, alone)
+
+
+def test_sketches_keep_angles_and_are_the_same_wherever_they_are_made(
+    workers: ShardProcesses, updates: tuple[list[Path], list[str]], small_blocks: None
+) -> None:
+    rows = np.stack([np.fromfile(path, dtype=np.float32) for path in updates[0]]).astype(np.float64)
+    alone = sketches(FileMatrix(updates[0], COLUMNS), 5, 128)
+    with sharded_over(workers):
+        assert np.array_equal(sketches(TensorMatrix(torch.from_numpy(rows)), 5, 128), alone)
+    assert not np.allclose(sketches(FileMatrix(updates[0], COLUMNS), 6, 128), alone)
+    cosines = [np.corrcoef(values) for values in (rows, alone)]
+    # Rows of even numbers are nearly the common part with much noise, the others are nearly that alone.
+    assert np.abs(cosines[0] - cosines[1]).max() < 0.45
+    assert cosines[1][1, 3] > 0.999
 
 
 def test_a_worker_that_is_killed_costs_no_bit_and_is_started_again(

@@ -13,7 +13,7 @@ from scipy import stats
 
 from roundtable.core.job_tables.cohort_table import CohortTable
 from roundtable.engine import STRATEGIES, Candidate, NumberedClients, NumberedNames
-from roundtable.engine.diverse_groups import histogram
+from roundtable.engine.diverse_groups import direction_text, histogram
 from roundtable.engine.messages import ClientInfo
 
 NAMES = ["a", "b", "c", "d"]
@@ -96,6 +96,19 @@ def test_diversity_by_histogram_takes_one_of_each_mixture() -> None:
     counts = draw("diversity", 3, 4000, cohort, **known)
     assert set(counts) == {("a", "b", "d"), ("b", "c", "d")}
     assert stats.chisquare(list(counts.values())).pvalue > 0.001
+
+
+def test_diversity_by_directions_takes_one_of_each_way_and_of_the_unknown() -> None:
+    """a and c pointed one way, b the other, of d nothing is known."""
+    cohort = CohortTable(strategy="diversity", balance="directions")
+    way = np.random.default_rng(1).standard_normal(128)
+    ways = dict(zip("abc", (way, -way, 3 * way + 0.1 * way[::-1]), strict=True))
+    known = {n: Candidate(ClientInfo(n), direction=direction_text(sketch)) for n, sketch in ways.items()}
+    counts = draw("diversity", 3, 1000, cohort, **known)
+    assert set(counts) == {("a", "b", "d"), ("b", "c", "d")}
+    assert stats.chisquare(list(counts.values())).pvalue > 0.001
+    assert not direction_text(np.zeros(128))
+    assert not direction_text(np.full(128, np.nan))
 
 
 @given(st.text(alphabet="01: \u0661x-", max_size=30))

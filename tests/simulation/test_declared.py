@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "cohort__balance": "histogram",
         "simulation__declare": ["labels"],
     },
+    "directions": {"cohort__strategy": "diversity", "cohort__balance": "directions"},
     "power_of_choice": {"cohort__strategy": "power_of_choice", "cohort__candidates": 6},
     "oort": {"cohort__strategy": "oort"},
     "reliability": {"cohort__strategy": "reliability"},
@@ -111,12 +113,19 @@ def test_the_same_facts_choose_the_same_clients_at_a_coordinator(
         info = client_info(job, agent, driver.fleet.devices.link(number))
         assert simulated == info
         engine.handle(m.ClientJoined(info), 0.0)
-    told = 0
-    for event, now, actions in seen:
+    told, committed = 0, list[m.RoundRecord]()
+    for number, (event, now, actions) in enumerate(seen):
+        if number % 9 == 8:
+            # Another coordinator takes over, with what is durable.
+            kept = json.loads(json.dumps(engine.snapshot()))
+            population, strategy = engine.population, driver.plan.strategy
+            engine = RoundEngine.restore(job, kept, committed, population, strategy)
         here = engine.handle(event, now)
         asked = [action for action in actions if isinstance(action, m.Instruct)]
         assert [action for action in here if isinstance(action, m.Instruct)] == asked
         told += len(asked)
+        if isinstance(event, m.Committed):
+            committed.append(result.history.records[len(committed)])
     assert told >= 4
     assert result.status == "finished"
     if name == "resources":
