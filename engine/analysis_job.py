@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roundtable.core.algorithms.analysis import OPEN, AnalysisTable
+from roundtable.core.analyses.exact_sums import MOST_SILOS
 from roundtable.core.config import JobConfig
 from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.core.toml import TomlDocument, validate
@@ -32,7 +33,8 @@ def analysis_job(
     where it is not what is built in. `privacy` are level, epsilon and delta of an analysis with noise, whose
     multiplier is in `asked`. Raises ConfigError for a question that the columns do not allow.
     """
-    table = AnalysisTable.model_validate({"name": "analysis", **asked})
+    asked = {"name": "analysis", "most_silos": min(silos, MOST_SILOS), **asked}
+    table = AnalysisTable.model_validate(asked)
     questions = table.survey
     stop: dict[str, Any] = {"metric": OPEN, "target": 0.0, "larger_is_better": False}
     rounds = questions.rounds + _SPARE_ROUNDS
@@ -45,7 +47,7 @@ def analysis_job(
     if masked:
         protected |= {
             "secure_aggregation": True,
-            "clip_norm": math.ceil(exact_norm(questions.sum_places.size + 1)) * 1.0,
+            "clip_norm": math.ceil(exact_norm(questions.sum_places.size + 1, table.most_silos)) * 1.0,
         }
         validation = {}
     local = {"clients": silos, "data": {table.table: [*tables]}, "backend": "sequential"} if tables else {}
@@ -53,7 +55,7 @@ def analysis_job(
         "task": "analysis" if task is None else task.model_dump(mode="json"),
         "name": name,
         "rounds": rounds,
-        "algorithm": {"name": "analysis", **asked},
+        "algorithm": asked,
         "cohort": {"size": silos, "minimum": silos, "retries": 1},
         "aggregation": {"weighting": "uniform", "validation": validation},
         "privacy": protected,

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from roundtable.core.analyses.exact_sums import LARGEST_DIGIT
+from roundtable.core.analyses.exact_sums import largest_digit
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import NO_KEY, StreamKey
 from roundtable.core.encodings.sparse import RandomK
@@ -86,7 +86,8 @@ class SecureRound:
 
     `rotation` is the seed of the public rotation, empty where nothing is rotated. `bounds` are those of the
     metrics of the model that the round begins with; empty where none are summed. `sample` chooses the values
-    that are sent, by `key`; None where all are.
+    that are sent, by `key`; None where all are. `added` are the silos whose digits of exact
+    sums add up; 0 where updates are none.
     """
 
     parameters: SecAggParameters
@@ -98,7 +99,7 @@ class SecureRound:
     bounds: Mapping[str, float] = field(default_factory=dict)
     sample: RandomK | None = None
     key: StreamKey = NO_KEY
-    exact: bool = False
+    added: int = 0
 
     @classmethod
     def of(cls, job: JobConfig, columns: int, invited: int, round: int) -> SecureRound:
@@ -123,13 +124,13 @@ class SecureRound:
         bounds = job.evaluation.before(round)
         tested = (Metric(f"{_BEFORE}{name}", bounds[name], LARGEST_TEST) for name in sorted(bounds))
         tally = Tally.of(parameters, (Metric(_LOSS, LOSS_BOUND, bound), *tested))
-        exact = job.algorithm.exact
-        if exact and masking.clip_norm < exact_norm(columns):
+        added = job.algorithm.most_added()
+        if added and masking.clip_norm < exact_norm(columns, added):
             raise PrivacyError(
                 f"privacy.clip_norm = {masking.clip_norm:g}: digits of exact sums are not clipped, and their "
-                f"norm may be {exact_norm(columns):g}; `roundtable analyse` sets it"
+                f"norm may be {exact_norm(columns, added):g}; `roundtable analyse` sets it"
             )
-        found = replace(cls(parameters, columns, uniform, tally, None, rotation, bounds, *drawn), exact=exact)
+        found = replace(cls(parameters, columns, uniform, tally, None, rotation, bounds, *drawn), added=added)
         # Refused here, before a round, where the ring has no room for so many.
         _ = found.quantiser
         return found
@@ -180,8 +181,8 @@ class SecureRound:
         """A silo's vector, from its float32 update [columns]; `rounding` and `noise` are for simulations.
 
         `before` are (sum, examples) of the model that the round began with, for the names in `bounds`; a
-        name that is missing, or whose mean is not finite, adds nothing, nor does such a loss. Where the sums
-        are `exact` the update is of digits, which are masked as they are.
+        name that is missing, or whose mean is not finite, adds nothing, nor does such a loss. An
+        update of digits is masked as it is.
 
         Raises InvalidUpdate for an update that is not finite.
         """
@@ -193,7 +194,7 @@ class SecureRound:
         bound = self.parameters.weight_bound
         weight = 1 if self.uniform else min(max(examples, 1), bound)
         tail = np.zeros(len(self._tail), dtype=np.uint32)
-        if self.exact:
+        if self.added:
             return self._digits(update, tail)
         source = QuantisedUpdate(update, weight, self.quantiser, tail, rounding, self._rotate)
         counters = {"weight": weight, "examples": examples, "clipped": int(source.clipped)}
@@ -220,7 +221,7 @@ class SecureRound:
                 f"{silos} silos give a total weight of {weight}, which no honest silos can: one of them "
                 "submitted something else than an update"
             )
-        if self.exact:
+        if self.added:
             mean = torch.from_numpy((total[: self.columns] / weight).astype(np.float32))
         else:
             mean = torch.from_numpy(self.quantiser.decode_mean(total[: self.values], weight))
@@ -239,7 +240,7 @@ class SecureRound:
     def _digits(self, update: npt.NDArray[np.float32], tail: Ring) -> VectorSource:
         """Whole numbers as they are, each small enough that all silos' add up within the ring."""
         digits = np.asarray(update).astype(np.uint32)
-        if not ((digits == update) & (digits <= LARGEST_DIGIT)).all():
+        if not ((digits == update) & (digits <= largest_digit(self.added))).all():
             raise InvalidUpdate("range", "exact sums are masked as digits, and these are other numbers")
         tail[:] = self._tail.encode({"weight": 1, "examples": 1, "clipped": 0})
         return ArraySource(np.concatenate([digits, tail]))
@@ -269,9 +270,9 @@ def subject_of(config: str, model: str) -> bytes:
     return hashlib.sha256(b"roundtable secagg subject\0" + told).digest()
 
 
-def exact_norm(columns: int) -> float:
-    """The largest L2 norm of so many digits of exact sums."""
-    return math.sqrt(columns) * LARGEST_DIGIT
+def exact_norm(columns: int, added: int) -> float:
+    """The largest L2 norm of so many digits of exact sums over at most `added` silos."""
+    return math.sqrt(columns) * largest_digit(added)
 
 
 def largest_weight(invited: int) -> int:

@@ -29,6 +29,7 @@ from roundtable.core.algorithms.contract import (
     ServerRound,
 )
 from roundtable.core.algorithms.table import AlgorithmTable
+from roundtable.core.analyses.exact_sums import MOST_SILOS, Sums
 from roundtable.core.analyses.question import Answer
 from roundtable.core.analyses.questions_table import AnyQuestion
 from roundtable.core.analyses.survey import Survey
@@ -55,6 +56,13 @@ class AnalysisTable(AlgorithmTable):
         LEAST_COUNT, ge=1, le=10**6, description="fewest rows of a cell or group that is told of"
     )
 
+    most_silos: int = Field(
+        MOST_SILOS,
+        ge=1,
+        le=MOST_SILOS,
+        description="of the cohort: the fewer, the longer digits may be, and the fewer values a sum takes; "
+        "`roundtable analyse` sets it",
+    )
     noise_multiplier: Finite | None = Field(
         None,
         gt=0,
@@ -73,6 +81,10 @@ class AnalysisTable(AlgorithmTable):
         return self.noise_multiplier
 
     @override
+    def most_added(self) -> int:
+        return self.most_silos
+
+    @override
     def why_masked(self) -> str:
         for question in self.survey.questions:
             if question.small_cells and self.least_count > 1:
@@ -86,7 +98,9 @@ class AnalysisTable(AlgorithmTable):
     @property
     def survey(self) -> Survey:
         """The questions. ConfigError for one that the columns do not allow, or privacy."""
-        return Survey.of(self.columns, self.questions, self.least_count, self.noise_multiplier)
+        return Survey.of(
+            self.columns, self.questions, self.least_count, self.noise_multiplier, self.most_silos
+        )
 
 
 class Analysis(ClientAlgorithm):
@@ -169,6 +183,7 @@ class Analysis(ClientAlgorithm):
             f"{number}.{name}": values
             for number, question in enumerate(self.survey.questions)
             for name, values in question.sums(table, {}, 0).items()
+            if isinstance(values, np.ndarray)
         }
         noised = round.noised(np.concatenate([exact[name].ravel() for name in places.reals]))
         ends = np.cumsum([prod(shape) for shape in places.reals.values()])[:-1]
@@ -201,7 +216,7 @@ class AnalysisServer(ServerAlgorithm):
         kept = survey.kept_places
         held = kept.unpack(round.state[_KEPT]) if kept.size else {}
         after = survey.step({**public, **held}, sums)
-        after["silos"][0] = silos
+        after["silos"] = np.array([float(silos)])
         return Moved(
             round.model,
             {_SUMS: torch.zeros_like(round.up[_SUMS]), _PUBLIC: survey.public_places.pack(after)},
@@ -243,11 +258,15 @@ def _check_seen(before: Tensor | None, now: Tensor) -> None:
         )
 
 
-def _check_cells(sums: Mapping[str, Any], survey: Survey, least: int) -> None:
+def _check_cells(sums: Sums, survey: Survey, least: int) -> None:
     """PrivacyError where the coordinator would see a cell of this silo's below the least count."""
-    for name in survey.sum_places.counts:
+    places = survey.sum_places
+    for name in (*places.counts, *places.histograms):
         counted = sums.get(name)
-        if counted is not None and ((counted > 0) & (counted < least)).any():
+        if least == 1 or counted is None:
+            continue
+        held = counted if isinstance(counted, np.ndarray) else counted.counted
+        if ((held > 0) & (held < least)).any():
             title = survey.questions[int(name.split(".")[0])].title
             raise PrivacyError(
                 f"{title}: a cell of this silo has fewer than {least} rows, and without masks the "

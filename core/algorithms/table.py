@@ -32,6 +32,10 @@ class AlgorithmTable(Table):
         """The multiplier of the noise on sums that one record changes by 1; None without such sums."""
         return None
 
+    def most_added(self) -> int:
+        """Of how many silos the digits of exact sums add up; 0 where updates are none."""
+        return 0
+
     name: str = Field("fedavg", description="built in, installed, or a file beside the job as file.py:Class")
     epochs: int | None = Field(
         None, ge=1, description="passes over the silo's data a round; default: 1 where no steps are given"

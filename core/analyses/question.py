@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
+from roundtable.core.analyses.exact_sums import Arrays, Digits, Doubles, Shape, Sums
 from roundtable.core.errors import ConfigError
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
@@ -66,6 +66,8 @@ class Question:
     tells_of_silos: ClassVar[bool] = False
     """Whether sums over few silos tell of each one's own figures, so that a silo's policy has to name it."""
     small_cells: bool = False
+    digits: Digits = Digits()
+    """How its sums are cut, as the survey says."""
 
     def __init__(self, columns: Mapping[str, ColumnTable], least: int, title: str) -> None:
         self.columns = columns
@@ -98,6 +100,11 @@ class Question:
         return {}
 
     @property
+    def histograms(self) -> Mapping[str, Shape]:
+        """The shapes of the counts and whole numbers in cells that a silo sends, [1 + arrays, ...]."""
+        return {}
+
+    @property
     def public(self) -> Mapping[str, Shape]:
         """The shapes of its public numbers, without the stage."""
         raise NotImplementedError
@@ -116,7 +123,7 @@ class Question:
         """The same for code of one's own, which a question that is not built in needs."""
         return self
 
-    def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
+    def sums(self, table: DataTable, public: Arrays, stage: int) -> Sums:
         """A silo's sums of this stage."""
         raise NotImplementedError
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from roundtable.core.analyses.exact_sums import Doubles, PublicPlaces, Shape, SumPlaces
+from roundtable.core.analyses.exact_sums import (
+    MOST_SILOS,
+    Digits,
+    Doubles,
+    Histograms,
+    PublicPlaces,
+    Shape,
+    SumPlaces,
+)
 from roundtable.core.analyses.noisy.noisy_question import NoisyQuestion, fair_shares
 from roundtable.core.analyses.question import DONE, Answer, Question
 from roundtable.core.analyses.questions_table import AnyQuestion
@@ -25,11 +33,13 @@ MOST_VALUES = 1 << 22
 class Survey:
     """The questions with the places of their sums and public numbers, alike at every party.
 
-    `shares` is each question's part of the survey's privacy (w², which add up to 1); None without noise.
+    `digits` say how sums are cut; `shares` is each question's part of the survey's privacy (w², which add up
+    to 1), None without noise.
     """
 
     columns: Mapping[str, ColumnTable]
     questions: Sequence[Question]
+    digits: Digits = field(default_factory=Digits)
     shares: Sequence[float] | None = None
 
     @classmethod
@@ -39,19 +49,21 @@ class Survey:
         asked: Sequence[AnyQuestion],
         least: int,
         noise_multiplier: float | None = None,
+        silos: int = MOST_SILOS,
     ) -> Survey:
-        """The survey that these tables ask, with noise of this multiplier at each silo where one is given.
+        """The survey that these tables ask of at most so many silos, with noise of this multiplier at each
+        where one is given.
         ConfigError for a question that the columns, or privacy, do not allow."""
         titles = [each.name or f"question {number} ({each.ask})" for number, each in enumerate(asked, 1)]
         if noise_multiplier is not None:
-            survey = cls._with_noise(columns, asked, titles, noise_multiplier)
+            survey = cls._with_noise(columns, asked, titles, noise_multiplier, Digits(silos))
         else:
             if weighted := [title for title, each in zip(titles, asked, strict=True) if each.weight != 1.0]:
                 raise ConfigError(f"{weighted[0]}: weight divides a budget, and the survey has no [privacy]")
-            survey = cls(
-                columns,
-                [each.make(columns, least, title) for title, each in zip(titles, asked, strict=True)],
-            )
+            made = [each.make(columns, least, title) for title, each in zip(titles, asked, strict=True)]
+            for question in made:
+                question.digits = Digits(silos)
+            survey = cls(columns, made, Digits(silos))
         if survey.sum_places.size > MOST_VALUES:
             raise ConfigError(
                 f"the survey's sums take {survey.sum_places.size:,} values of a silo's vector, and "
@@ -66,6 +78,7 @@ class Survey:
         asked: Sequence[AnyQuestion],
         titles: Sequence[str],
         noise_multiplier: float,
+        digits: Digits,
     ) -> Survey:
         made: list[NoisyQuestion] = [
             each.make_noisy(columns, title) for title, each in zip(titles, asked, strict=True)
@@ -73,7 +86,7 @@ class Survey:
         shares = fair_shares(list(zip(made, [each.weight for each in asked], strict=True)))
         for question, own in zip(made, shares, strict=True):
             question.share(own, noise_multiplier)
-        return cls(columns, made, [math.fsum(own.values()) for own in shares])
+        return cls(columns, made, digits, [math.fsum(own.values()) for own in shares])
 
     @property
     def rounds(self) -> int:
@@ -92,11 +105,13 @@ class Survey:
         counts: dict[str, Shape] = {}
         reals: dict[str, Shape] = {}
         wholes: dict[str, Shape] = {}
+        histograms: dict[str, Shape] = {}
         for number, question in enumerate(self.questions):
             counts |= {f"{number}.{name}": shape for name, shape in question.counts.items()}
             reals |= {f"{number}.{name}": shape for name, shape in question.reals.items()}
             wholes |= {f"{number}.{name}": shape for name, shape in question.wholes.items()}
-        return SumPlaces(counts, reals, wholes)
+            histograms |= {f"{number}.{name}": shape for name, shape in question.histograms.items()}
+        return SumPlaces(counts, reals, wholes, histograms, self.digits)
 
     @property
     def public_places(self) -> PublicPlaces:
@@ -115,12 +130,14 @@ class Survey:
             shapes |= {f"{number}.{name}": shape for name, shape in question.kept.items()}
         return PublicPlaces(shapes)
 
-    def sums(self, table: DataTable, public: Mapping[str, Doubles], code: Any = None) -> dict[str, Doubles]:
+    def sums(
+        self, table: DataTable, public: Mapping[str, Doubles], code: Any = None
+    ) -> dict[str, Doubles | Histograms]:
         """What a silo sends in the round that these public numbers begin: nothing for what is answered.
 
         `code` asks what is not built in.
         """
-        found: dict[str, Doubles] = {}
+        found: dict[str, Doubles | Histograms] = {}
         for number, question in enumerate(self.questions):
             own = _own(public, number)
             stage = float(own["stage"][0])
@@ -131,7 +148,7 @@ class Survey:
 
     def step(self, public: Mapping[str, Doubles], sums: Mapping[str, Doubles]) -> dict[str, Doubles]:
         """The next public and kept numbers; `public` has both."""
-        after = {name: values.copy() for name, values in public.items()}
+        after = dict(public)
         for number, question in enumerate(self.questions):
             own = _own(public, number)
             stage = float(own["stage"][0])
@@ -140,7 +157,9 @@ class Survey:
             changed: dict[str, Any] = question.step(own, _own(sums, number), int(stage))
             for name, values in changed.items():
                 shape = after[f"{number}.{name}"].shape
-                after[f"{number}.{name}"] = np.broadcast_to(np.asarray(values, np.float64), shape).copy()
+                found = np.asarray(values, np.float64)
+                same = found.shape == shape
+                after[f"{number}.{name}"] = found if same else np.broadcast_to(found, shape).copy()
         return after
 
     def open(self, public: Mapping[str, Doubles]) -> int:

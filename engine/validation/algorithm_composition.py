@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from roundtable.core.algorithms.contract import AlgorithmPlace, ClientAlgorithm
-from roundtable.core.analyses.exact_sums import MOST_SILOS
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.core.privacy_table import LARGEST_RING, ClientLevel, ExampleLevel, NoPrivacy, masking_of
@@ -122,7 +121,7 @@ def check_exact(job: JobConfig, said: str) -> None:
     """Raises ConfigError where digits would be rounded, clipped, left out, or added up over other clients,
     PrivacyError where they may only be seen as a sum."""
     cohort, table, transfer = job.cohort, job.aggregation.validation, job.transfer
-    masking = masking_of(job.privacy)
+    masking, most = masking_of(job.privacy), job.algorithm.most_added()
     if masking is None and (why := job.algorithm.why_masked()):
         raise PrivacyError(why)
     if (job.algorithm.sums_noise() is None) != isinstance(job.privacy, NoPrivacy):
@@ -136,7 +135,7 @@ def check_exact(job: JobConfig, said: str) -> None:
         (fixed, "cohort.size and cohort.minimum", "the same number"),
         (cohort.strategy == "uniform" and cohort.over_selection == 1.0, "cohort.strategy", '"uniform"'),
         (cohort.on_failure == "pause", "cohort.on_failure", '"pause"'),
-        ((cohort.size or 0) <= MOST_SILOS, "cohort.size", f"at most {MOST_SILOS}"),
+        (not most or (cohort.size or 0) <= most, "cohort.size", f"at most {most}"),
         (masking is not None or table.policy == "fail", "aggregation.validation.policy", '"fail"'),
         (masking is not None or table.norm_ratio == "off", "aggregation.validation.norm_ratio", '"off"'),
         (table.max_norm is None, "aggregation.validation.max_norm", "nothing"),

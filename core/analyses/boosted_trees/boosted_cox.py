@@ -14,10 +14,9 @@ from typing_extensions import override
 
 from roundtable.core.analyses.boosted_trees.boosted_rows import BoostedRows
 from roundtable.core.analyses.boosted_trees.boosting import RISK, BoostedTrees
-from roundtable.core.analyses.boosted_trees.boosting_objectives import GRAIN, Boosting, CoxLoss, Singles
+from roundtable.core.analyses.boosted_trees.boosting_objectives import GRAIN, Boosting, CoxLoss
 from roundtable.core.analyses.boosted_trees.feature_bins import BoostingPlan
-from roundtable.core.analyses.boosted_trees.row_kernels import Whole
-from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
+from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape, Singles, Whole
 from roundtable.core.analyses.survival.time_grid import TimeGrid, merged
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable

@@ -14,21 +14,19 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from roundtable.core.analyses.boosted_trees.bin_cuts import bins_of
-from roundtable.core.analyses.boosted_trees.boosting_objectives import Boosting, Singles
-from roundtable.core.analyses.boosted_trees.row_kernels import BinnedRows, Whole
+from roundtable.core.analyses.boosted_trees.boosting_objectives import Boosting
+from roundtable.core.analyses.boosted_trees.row_kernels import BinnedRows
 from roundtable.core.analyses.boosted_trees.tree_growing import split_parts
-from roundtable.core.analyses.exact_sums import Doubles
-
-_SMALL = 255
+from roundtable.core.analyses.exact_sums import Doubles, Singles, Whole
 
 
 def binned(matrix: Singles, cuts: Doubles, offsets: Whole) -> BinnedRows:
     """Rows [rows, features] as bins, by cuts [features, most]; feature f has as many as its bins but one."""
-    widths = np.diff(offsets)
-    bins = np.empty(matrix.shape, dtype=np.uint8 if widths.max() <= _SMALL else np.uint16)
-    for feature, width in enumerate(widths):
-        bins[:, feature] = bins_of(matrix[:, feature], cuts[feature, : width - 1])
-    return BinnedRows(bins, offsets)
+    columns = (
+        bins_of(matrix[:, feature], cuts[feature, : width - 1])
+        for feature, width in enumerate(np.diff(offsets))
+    )
+    return BinnedRows.of(columns, len(matrix), offsets)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,22 +18,21 @@ from roundtable.core.analyses.boosted_trees.boosting_objectives import (
     Boosting,
     LogisticLoss,
     PoissonLoss,
-    Singles,
     SoftmaxLoss,
     SquaredError,
 )
 from roundtable.core.analyses.boosted_trees.feature_bins import BoostingPlan, FeatureBins
-from roundtable.core.analyses.boosted_trees.row_kernels import CHANNELS, Whole
+from roundtable.core.analyses.boosted_trees.row_kernels import AskedNodes, NodeHistograms
 from roundtable.core.analyses.boosted_trees.tree_growing import Grower
 from roundtable.core.analyses.boosted_trees.xgboost_model import importance_of, xgboost_model
-from roundtable.core.analyses.exact_sums import COUNT_DIGITS, WHOLE_DIGITS, Arrays, Doubles, Shape
+from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape, Singles, Sums, Whole
 from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question
 from roundtable.core.errors import ConfigError
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
 GROWING, LAST_LOSS, RISK = 100, 101, 102
-_VALUES_A_ROUND = 1 << 20
+_VALUES_A_ROUND = 1 << 21
 _MOST_SLOTS = 8
 _HALF = 0.5
 _LEAST_MEAN = 1e-6
@@ -63,13 +63,16 @@ class BoostedTrees(Question):
         self.objective = self._weighted(self._objective())
         self.bins = FeatureBins.of(self, on, plan, max(least, 1))
         self.offsets = self.bins.offsets
-        each = int(self.offsets[-1]) * (COUNT_DIGITS + WHOLE_DIGITS * self._channels)
-        most = self.objective.outputs * 2 ** max(0, plan.growth.max_depth - 2)
-        slots = max(1, min(most, _MOST_SLOTS * self.objective.outputs, _VALUES_A_ROUND // each))
+
+    @cached_property
+    def grower(self) -> Grower:
+        """How the coordinator grows the trees."""
+        growth, outputs = self.plan.growth, self.objective.outputs
+        each = int(self.offsets[-1]) * (self.digits.count + self.digits.whole * self._channels)
+        most = outputs * 2 ** max(0, growth.max_depth - 2)
+        slots = max(1, min(most, _MOST_SLOTS * outputs, _VALUES_A_ROUND // each))
         scale = np.array([*(unit / GRAIN for unit in self.objective.units), 1.0])
-        self.grower = Grower(
-            self.offsets, plan.growth, least, plan.rounds, self.objective.outputs, slots, scale
-        )
+        return Grower(self.offsets, growth, self.least, self.plan.rounds, outputs, slots, scale)
 
     def _objective(self) -> Boosting:
         if self.plan.counts:
@@ -127,7 +130,6 @@ class BoostedTrees(Question):
         found: dict[str, Shape] = {
             "rows": (self.objective.classes,),
             "held": (1,),
-            "histogram_rows": (self.grower.slots, int(self.offsets[-1])),
         }
         return found | ({"cells": self.bins.cells} if self.bins.sketched else {})
 
@@ -139,8 +141,8 @@ class BoostedTrees(Question):
 
     @property
     @override
-    def wholes(self) -> Mapping[str, Shape]:
-        return {"histograms": (self.grower.slots, int(self.offsets[-1]), self._channels)}
+    def histograms(self) -> Mapping[str, Shape]:
+        return {"histograms": (1 + self._channels, self.grower.slots, int(self.offsets[-1]))}
 
     @property
     @override
@@ -191,7 +193,7 @@ class BoostedTrees(Question):
         return outcome.astype(np.int64) * (self.objective.classes > 1)
 
     @override
-    def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
+    def sums(self, table: DataTable, public: Arrays, stage: int) -> Sums:
         rows = self._rows_of(table)
         outcome, held = rows["outcome"], rows["held"]
         if stage == 0:
@@ -201,10 +203,10 @@ class BoostedTrees(Question):
             return self._first_sums(rows, public, stage)
         state = self._state(table, rows, public)
         asked = public["asked"].astype(np.int64)
-        sums = self._histograms(state, held, asked) if stage == GROWING else {}
-        if self._tells_losses(stage, asked):
-            sums |= self._loss_sums(state, held, public)
-        return sums
+        losses = self._loss_sums(state, held, public) if self._tells_losses(stage, asked) else {}
+        if stage != GROWING:
+            return losses
+        return {**losses, "histograms": self._histograms(state, held, asked)}
 
     def _tells_losses(self, stage: int, asked: Whole) -> bool:
         return stage != GROWING or (self.begins == GROWING and bool((asked == 0).any()))
@@ -233,11 +235,11 @@ class BoostedTrees(Question):
     def _state(self, table: DataTable, rows: dict[str, Any], public: Arrays) -> BoostedRows:
         self.grower.check(public)
         cuts, base = public["cuts"], float(public["base"][0])
-        bins = remembered(
-            table.derived,
-            ("bins", self.on, self.title, cuts.tobytes()),
-            lambda: binned(rows["features"], cuts, self.offsets),
-        )
+        place = ("bins", self.on, self.title)
+        known, bins = table.derived.get(place, (None, None))
+        if known is None or not np.array_equal(known, cuts):
+            bins = binned(rows["features"], cuts, self.offsets)
+            table.derived[place] = (cuts, bins)
         done, split, weight = int(public["done"][0]), public["split"], public["weight"]
         rate = self.plan.growth.learning_rate
         key = ("boosted", self.title, self.outcome, self.on, rate, base)
@@ -260,15 +262,16 @@ class BoostedTrees(Question):
         """What a row's gradient takes from the public numbers, [rows, any]; None: nothing."""
         return None
 
-    def _histograms(self, state: BoostedRows, held: Any, asked: Whole) -> dict[str, Doubles]:
-        width, nodes = int(self.offsets[-1]), self.grower.nodes
-        found = np.zeros((self.grower.slots, width, CHANNELS))
+    def _histograms(self, state: BoostedRows, held: Any, asked: Whole) -> NodeHistograms:
+        nodes, found = self.grower.nodes, []
         for output in range(self.objective.outputs):
             slots = np.flatnonzero((asked >= 0) & (asked // nodes == output))
             if slots.size:
-                where = np.where(held, np.int32(nodes), state.nodes[output])
-                found[slots] = state.rows.histograms(where, asked[slots] % nodes, state.pairs[output])
-        return {"histogram_rows": found[..., 2], "histograms": found[..., : self._channels]}
+                where = state.nodes[output]
+                if held.any():
+                    where = np.where(held, np.int32(nodes), where)
+                found.append(AskedNodes(where, state.pairs[output], asked[slots] % nodes, slots))
+        return NodeHistograms(state.rows, self.grower.slots, self._channels, found)
 
     @override
     def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
@@ -284,10 +287,12 @@ class BoostedTrees(Question):
                 return {**changed, "stage": DONE, "asked": -1.0}
         if stage != GROWING:
             return {**changed, **self._after_losses(public, sums), "stage": GROWING}
-        rows = sums["histogram_rows"]
-        channels = [sums["histograms"][..., 0]]
-        channels.append(rows * GRAIN if self._channels == 1 else sums["histograms"][..., 1])
-        grown = self.grower.step(public, np.stack([*channels, rows], axis=-1))
+        rows, gradients, *hessians = sums["histograms"]
+        found = {}
+        for slot in np.flatnonzero(public["asked"] >= 0).tolist():
+            hessian = hessians[0][slot] if hessians else rows[slot] * GRAIN
+            found[slot] = np.stack([gradients[slot], hessian, rows[slot]])
+        grown = self.grower.step(public, found)
         if "done" not in grown:
             return {**changed, **grown, "stage": GROWING}
         last = before + 1 == self.plan.rounds

@@ -15,11 +15,10 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from roundtable.core.analyses.boosted_trees.row_kernels import PAIR
-from roundtable.core.analyses.exact_sums import Doubles
+from roundtable.core.analyses.exact_sums import Doubles, Singles
 from roundtable.core.analyses.scipy_parts import special
 from roundtable.core.errors import InvalidUpdate
 
-Singles = npt.NDArray[np.float32]
 GRAIN = float(1 << 24)
 POISSON_STEP = 0.7
 """The largest weight of a node with Poisson's likelihood, and what raises its Hessian, as in xgboost."""
@@ -185,7 +184,8 @@ class LogisticLoss(Boosting):
     @override
     def loss(self, margins: Singles, outcome: Singles) -> Doubles:
         linear = margins[:, 0].astype(np.float64)
-        found: Doubles = np.logaddexp(0.0, linear) - outcome * linear
+        # log(1 + exp(x)), without overflow; the rounding of 1 + exp(−|x|) is below that of the sum over rows.
+        found: Doubles = np.maximum(linear, 0.0) + np.log(1.0 + np.exp(-np.abs(linear))) - outcome * linear
         return found
 
     @override

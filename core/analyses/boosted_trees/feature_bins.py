@@ -17,10 +17,8 @@ from roundtable.core.analyses.boosted_trees.bin_cuts import (
     quantile_cuts,
     refined,
 )
-from roundtable.core.analyses.boosted_trees.boosting_objectives import Singles
-from roundtable.core.analyses.boosted_trees.row_kernels import Whole
 from roundtable.core.analyses.boosted_trees.split_choice import Growth
-from roundtable.core.analyses.exact_sums import Doubles, Shape
+from roundtable.core.analyses.exact_sums import Doubles, Shape, Singles, Whole
 from roundtable.core.analyses.question import Question
 from roundtable.core.errors import ConfigError
 

@@ -3,24 +3,29 @@
 gain = T(GL)²/(HL+λ) + T(GR)²/(HR+λ) − T(G)²/(H+λ), with T the soft threshold at α and G, H the sums of
 gradients and Hessians left and right. Features are tried in ascending order, cuts upwards with missing values
 right, then downwards with missing values left; the first of equal gains is taken. Gains are compared as
-float32.
+float32. Compiled where there is a compiler, else in NumPy: the same split either way.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from roundtable.core.analyses.boosted_trees.row_kernels import Whole
-from roundtable.core.analyses.exact_sums import Doubles
+from roundtable.core.analyses.digit_kernels import address
+from roundtable.core.analyses.exact_sums import Doubles, Singles, Whole
+from roundtable.core.native_build import load_kernels
+
+_SOURCE = Path(__file__).with_name("splits.cpp")
 
 LEAST_GAIN = np.float32(1e-6)
 FAR = float(np.finfo(np.float32).max)
 """A bound of a node's weight that bounds nothing."""
-Singles = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,11 @@ class Growth:
     monotone: tuple[int, ...] = ()
     interactions: tuple[frozenset[int], ...] = ()
     max_delta_step: float = 0.0
+
+    @property
+    def nodes(self) -> int:
+        """Places of a tree's nodes."""
+        return int(2 ** (self.max_depth + 1)) - 1
 
     @property
     def constrained(self) -> bool:
@@ -102,11 +112,14 @@ class NodeSplit:
 
 class NodeSplits:
     """Finds splits over features whose bins lie at `offsets`, int64 [features + 1], the last bin of each
-    being of missing values; a side has no fewer than `least` rows."""
+    being of missing values; a side has no fewer than `least` rows. Histograms are of whole numbers, which
+    `scale` [3] turns into (G, H, rows): products and sums of them are exact, in any order."""
 
-    def __init__(self, offsets: Whole, growth: Growth, least: int) -> None:
+    def __init__(self, offsets: Whole, growth: Growth, least: int, scale: Doubles) -> None:
+        self.offsets = offsets
         self.growth = growth
         self.least = least
+        self.scale = scale
         self.features = len(offsets) - 1
         bins = np.diff(offsets) - 1
         place = np.arange(int(bins.max()))
@@ -115,48 +128,71 @@ class NodeSplits:
         self._missing = offsets[1:] - 1
         self._first = slice(int(offsets[0]), int(offsets[1]))
 
-    def totals(self, sums: Doubles) -> Doubles:
-        """(G, H, rows) of nodes with histograms [nodes, bins, 3]."""
-        found: Doubles = sums[:, self._first].sum(axis=1)
+    def total(self, histogram: Doubles) -> Doubles:
+        """(G, H, rows) of a node with a histogram [3, bins]."""
+        found: Doubles = histogram[:, self._first].sum(axis=1) * self.scale
         return found
 
-    def best(self, sums: Doubles, bounds: Doubles, allowed: npt.NDArray[np.bool_]) -> list[NodeSplit | None]:
-        """For each node its best split, None where none is worth it: of histograms [nodes, bins, 3] of
-        (G, H, rows), bounds of the nodes' weights [nodes, 2] and the features that each may use."""
+    def best(self, histogram: Doubles, bounds: Doubles, allowed: npt.NDArray[np.bool_]) -> NodeSplit | None:
+        """A node's best split, None where none is worth it: of its histogram [3, bins], the bounds [2] of its
+        weight, and the features that it may use, bool [features]."""
+        library = _library()
+        if library is None:
+            return self._best(histogram, bounds, allowed)
         growth = self.growth
-        total = self.totals(sums)
-        held = np.concatenate([sums, np.zeros((len(sums), 1, 3))], axis=1)
-        upwards = np.cumsum(held[:, self._places], axis=2)
-        missing = sums[:, self._missing]
-        downwards = missing[:, :, None] + np.concatenate(
-            [np.zeros_like(upwards[:, :, :1]), upwards[:, :, :-1]], axis=2
+        gain, chosen = np.empty(1, dtype=np.float32), np.zeros(3, dtype=np.int64)
+        sides = np.zeros((2, 3))
+        monotone = np.array(growth.monotone, dtype=np.int64)
+        rules = (growth.reg_alpha, growth.min_child_weight, growth.reg_lambda, growth.max_delta_step)
+        library.best_split(
+            address(histogram),
+            ctypes.c_int64(self.features),
+            *(address(each) for each in (self.offsets, self.scale, bounds, allowed)),
+            *(ctypes.c_double(float(np.float32(rule))) for rule in rules),
+            ctypes.c_double(self.least),
+            address(monotone) if growth.constrained else None,
+            *(address(each) for each in (gain, chosen, sides)),
         )
+        feature, cut, down = chosen.tolist()
+        found = NodeSplit(float(gain[0]), feature, cut, bool(down), sides[0], sides[1])
+        return found if self._pays(gain[0]) else None
+
+    def _pays(self, gain: np.float32) -> bool:
+        return bool(gain > LEAST_GAIN and gain >= np.float32(self.growth.gamma))
+
+    def _best(self, histogram: Doubles, bounds: Doubles, allowed: npt.NDArray[np.bool_]) -> NodeSplit | None:
+        growth = self.growth
+        sums = np.ascontiguousarray(histogram.T) * self.scale
+        total = sums[self._first].sum(axis=0)
+        upwards = np.cumsum(np.concatenate([sums, np.zeros((1, 3))])[self._places], axis=1)
+        missing = sums[self._missing]
+        before = np.concatenate([np.zeros_like(upwards[:, :1]), upwards[:, :-1]], axis=1)
         # By feature: cuts upwards, then downwards.
-        left = np.concatenate([upwards, downwards[:, :, ::-1]], axis=2)
-        right = total[:, None, None] - left
-        fits = np.concatenate([self._there, self._there[:, ::-1]], axis=1)[None] & allowed[:, :, None]
-        fits = fits & ((missing[:, :, None, 2] > 0) | (np.arange(left.shape[2]) < self._there.shape[1]))
+        left = np.concatenate([upwards, (missing[:, None] + before)[:, ::-1]], axis=1)
+        right = total - left
+        fits = np.concatenate([self._there, self._there[:, ::-1]], axis=1) & allowed[:, None]
+        fits &= (missing[:, None, 2] > 0) | (np.arange(left.shape[1]) < self._there.shape[1])
         for side in (left, right):
             fits &= (side[..., 1] >= np.float32(growth.min_child_weight)) & (side[..., 2] >= self.least)
-        around = bounds[:, None, None]
-        weights = [growth.weight(side, around) for side in (left, right)]
+        weights = [growth.weight(side, bounds) for side in (left, right)]
         parent = growth.gain(total, growth.weight(total, bounds))
         gains = growth.gain(left, weights[0]) + growth.gain(right, weights[1])
         if growth.constrained:
-            sign = np.array(growth.monotone)[None, :, None]
+            sign = np.array(growth.monotone)[:, None]
             fits &= ~(((sign > 0) & (weights[0] > weights[1])) | ((sign < 0) & (weights[0] < weights[1])))
-        gains = np.where(fits, gains - parent[:, None, None], np.float32(-np.inf))
-        return [self._split(node, gains[node], left[node], right[node]) for node in range(len(sums))]
-
-    def _split(self, node: int, gains: Singles, left: Doubles, right: Doubles) -> NodeSplit | None:
+        gains = np.where(fits, gains - parent, np.float32(-np.inf))
         feature, place = np.unravel_index(int(gains.argmax()), gains.shape)
         gain = gains[feature, place]
-        if not (gain > LEAST_GAIN and gain >= np.float32(self.growth.gamma)):
+        if not self._pays(gain):
             return None
         bins = self._there.shape[1]
         down = bool(place >= bins)
         # Downwards the first is the last place of the padded row, and its cut is the one below it.
         cut = 2 * bins - 1 - int(place) - 1 if down else int(place)
-        return NodeSplit(
-            float(gain), int(feature), cut, down, left[feature, place].copy(), right[feature, place].copy()
-        )
+        sides = (left[feature, place].copy(), right[feature, place].copy())
+        return NodeSplit(float(gain), int(feature), cut, down, *sides)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    return load_kernels(_SOURCE, fused=False)

@@ -6,15 +6,16 @@ is their parent's less it. Nodes are kept as a heap: the children of n are 2n + 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from roundtable.core.analyses.boosted_trees.row_kernels import CHANNELS, Whole
+from roundtable.core.analyses.boosted_trees.row_kernels import CHANNELS
 from roundtable.core.analyses.boosted_trees.split_choice import FAR, Growth, NodeSplit, NodeSplits
-from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
+from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape, Whole
 from roundtable.core.errors import ProtocolError
 
 NONE = -1.0
@@ -35,6 +36,10 @@ def split_parts(codes: Doubles) -> tuple[Whole, Whole, Whole]:
     return np.where(there, feature, -1), cut - 1, np.where(there, whole % 2, 0)
 
 
+def _histogram_at(place: int) -> str:
+    return f"histogram {place}"
+
+
 @dataclass(frozen=True)
 class Grower:
     """Grows `outputs` trees side by side, `trees` times; at most `slots` histograms a round.
@@ -53,7 +58,7 @@ class Grower:
     @property
     def nodes(self) -> int:
         """Places of a tree's nodes."""
-        return int(2 ** (self.growth.max_depth + 1)) - 1
+        return self.growth.nodes
 
     @property
     def held(self) -> int:
@@ -84,14 +89,14 @@ class Grower:
         """Shapes of what only the coordinator keeps."""
         return {
             "owner": (self.held,),
-            "histograms": (self.held, int(self.offsets[-1]), CHANNELS),
+            **dict.fromkeys(map(_histogram_at, range(self.held)), (CHANNELS, int(self.offsets[-1]))),
             "bounds": (self.outputs, self.nodes, 2),
             "queue": (self.outputs,),
         }
 
     @cached_property
     def _finder(self) -> NodeSplits:
-        return NodeSplits(self.offsets, self.growth, max(self.least, 1))
+        return NodeSplits(self.offsets, self.growth, max(self.least, 1), self.scale)
 
     def start(self) -> dict[str, Any]:
         """The numbers with which the first trees begin."""
@@ -119,13 +124,12 @@ class Grower:
             "asked": np.where(np.arange(self.slots) < self.outputs, roots, NONE),
         }
 
-    def step(self, public: Arrays, histograms: Doubles) -> dict[str, Any]:
-        """What follows from the histograms that were asked for, whole numbers [slots, bins, 3]; `public` has
-        the coordinator's own numbers, too."""
+    def step(self, public: Arrays, histograms: Mapping[int, Doubles]) -> dict[str, Any]:
+        """What follows from the histograms that were asked for, by slot, whole numbers [3, bins] each;
+        `public` has the coordinator's own numbers, too."""
         growing = _Growing(self, public)
-        ready = growing.ready(histograms)
-        for start in range(0, len(ready), 16):
-            growing.split(self._finder, ready[start : start + 16])
+        for output, node, whole in growing.ready(histograms):
+            growing.split(self._finder, output, node, whole)
         return growing.after()
 
 
@@ -134,41 +138,39 @@ class _Growing:
         self.of = grower
         self.done = int(public["done"][0])
         self.asked = public["asked"].astype(np.int64)
-        names = ("split", "weight", "gain", "hessian", "bounds", "owner", "histograms", "queue")
-        self.now = {name: public[name].copy() for name in names}
+        names = ("split", "weight", "gain", "hessian", "bounds", "owner", "queue")
+        self.now: dict[str, Any] = {name: public[name].copy() for name in names}
+        self.before = public
 
     def _row(self, output: int) -> int:
         return self.done * self.of.outputs + output
 
-    def ready(self, histograms: Doubles) -> list[tuple[int, int, Doubles]]:
+    def ready(self, histograms: Mapping[int, Doubles]) -> list[tuple[int, int, Doubles]]:
         """(output, node, histogram) of the nodes whose histograms are known now."""
         found = []
         for slot in np.flatnonzero(self.asked >= 0):
             output, node = divmod(int(self.asked[slot]), self.of.nodes)
-            found.append((output, node, histograms[slot]))
+            found.append((output, node, histograms[int(slot)]))
             if not node:
                 continue
             parent = output * self.of.nodes + (node - 1) // 2
             place = int(np.flatnonzero(self.now["owner"] // 2 == parent)[0])
             other = node + 1 if node % 2 else node - 1
-            found.append((output, other, self.now["histograms"][place] - histograms[slot]))
+            found.append((output, other, self.before[_histogram_at(place)] - histograms[int(slot)]))
             self.now["owner"][place] = NONE
+            self.now[_histogram_at(place)] = 0.0
         return found
 
-    def split(self, finder: NodeSplits, ready: list[tuple[int, int, Doubles]]) -> None:
-        """Splits these nodes where that gains enough."""
-        sums = np.stack([histogram for _, _, histogram in ready])
-        real = sums * self.of.scale
-        bounds = np.stack([self.now["bounds"][output, node] for output, node, _ in ready])
-        allowed = np.stack([self._allowed(output, node) for output, node, _ in ready])
-        growth, totals = self.of.growth, finder.totals(real)
-        best = finder.best(real, bounds, allowed)
-        for place, ((output, node, whole), chosen) in enumerate(zip(ready, best, strict=True)):
-            if node == 0:
-                self.now["weight"][self._row(output), 0] = growth.weight(totals[place], bounds[place])
-                self.now["hessian"][self._row(output), 0] = totals[place, 1]
-            if chosen is not None:
-                self._take(output, node, chosen, whole)
+    def split(self, finder: NodeSplits, output: int, node: int, whole: Doubles) -> None:
+        """Splits a node where that gains enough."""
+        bounds = self.now["bounds"][output, node].copy()
+        if node == 0:
+            total = finder.total(whole)
+            self.now["weight"][self._row(output), 0] = self.of.growth.weight(total, bounds)
+            self.now["hessian"][self._row(output), 0] = total[1]
+        chosen = finder.best(whole, bounds, self._allowed(output, node))
+        if chosen is not None:
+            self._take(output, node, chosen, whole)
 
     def _allowed(self, output: int, node: int) -> Any:
         path = []
@@ -199,7 +201,7 @@ class _Growing:
             place = int(np.flatnonzero(now["owner"] < 0)[0])
             small_right = chosen.right[2] < chosen.left[2]
             now["owner"][place] = (output * self.of.nodes + node) * 2 + small_right
-            now["histograms"][place] = whole
+            now[_histogram_at(place)] = whole
 
     def after(self) -> dict[str, Any]:
         """The next public and kept numbers."""

@@ -140,7 +140,7 @@ class BoostedTreesTable(AskTable):
             made: BoostedTrees = BoostedHazards(*asked, self.event, self.every)
         else:
             made = BoostedTrees(*asked)
-        places = self.rounds * made.objective.outputs * made.grower.nodes
+        places = self.rounds * made.objective.outputs * growth.nodes
         if places > MOST_NODES:
             raise ConfigError(
                 f"{title}: {self.rounds} rounds of {made.objective.outputs} trees of depth {self.max_depth} "

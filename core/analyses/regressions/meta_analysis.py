@@ -93,7 +93,8 @@ class MetaAnalysis(Question):
         nothing = {name: np.zeros(shape) for name, shape in {**self.fit.counts, **self.fit.reals}.items()}
         for _ in range(self.fit.most_rounds):
             stage = int(public["stage"][0])
-            sums = nothing | self.fit.sums(table, public, stage)
+            found = self.fit.sums(table, public, stage)
+            sums = nothing | {key: own for key, own in found.items() if isinstance(own, np.ndarray)}
             for name, values in self.fit.step(public, sums, stage).items():
                 public[name] = np.broadcast_to(np.asarray(values, np.float64), public[name].shape).copy()
             if not 0 <= public["stage"][0] < DONE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from sklearn.datasets import load_diabetes
 
-from roundtable.core.analyses.boosted_trees import boosting, row_kernels
+from roundtable.core.analyses import digit_kernels
+from roundtable.core.analyses.boosted_trees import boosting, row_kernels, split_choice
 from roundtable.core.analyses.boosted_trees.bin_cuts import (
     SKETCH_ROUNDS,
     cells_for,
@@ -26,6 +28,7 @@ from roundtable.core.analyses.boosted_trees.bin_cuts import (
     refined,
 )
 from roundtable.core.analyses.boosted_trees.boosting import GROWING
+from roundtable.core.analyses.boosted_trees.split_choice import Growth, NodeSplits
 from roundtable.core.analyses.boosted_trees.tree_growing import split_code
 from roundtable.core.analyses.question import Answer
 from roundtable.core.analyses.questions_table import AnyQuestion
@@ -220,7 +223,8 @@ def test_trees_do_not_depend_on_the_split_the_kernel_or_what_silos_remember(
     found = [grow(in_turn(pooled("heart"), count), QUESTION, columns, 5) for count in (1, 7)]
     silos = silos_of("heart")
     found.append(grow(silos, QUESTION, columns, 5, forgetful=True))
-    monkeypatch.setattr(row_kernels, "_library", lambda: None)
+    for kernels in (row_kernels, split_choice, digit_kernels):
+        monkeypatch.setattr(kernels, "_library", lambda: None)
     found.append(grow(silos, QUESTION, columns, 5))
     assert found[0].model is not None
     assert all(other.model == found[0].model for other in found)
@@ -237,6 +241,37 @@ def test_trees_are_the_same_with_one_node_a_round(
     found.append(grow([pooled("heart")], question, columns))
     assert found[0].model is not None
     assert found[1].model == found[0].model
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"reg_alpha": 3.0, "gamma": 1.0, "min_child_weight": 2.0},
+        {"monotone": (1, -1, 0, 0), "reg_lambda": 0.1},
+        {"max_delta_step": 0.7, "min_child_weight": 0.0, "reg_lambda": 0.0},
+    ],
+)
+def test_the_compiled_split_is_that_of_numpy(
+    rules: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = np.random.default_rng(8)
+    offsets = np.array([0, 5, 7, 20, 25])
+    finder = NodeSplits(offsets, Growth(**rules), 2, np.array([2.0**-4, 2.0**-6, 1.0]))
+    asked = []
+    for _ in range(60):
+        bins = [draw.integers(start, stop - (draw.random() < 0.4), 60) for start, stop in pairwise(offsets)]
+        rows = np.stack([draw.integers(-40, 40, 60), draw.integers(0, 90, 60), np.ones(60)])
+        whole = np.zeros((3, 25))
+        for own in bins:
+            np.add.at(whole, (slice(None), own), rows)
+        asked.append((whole, np.array([-0.5, 0.8]), draw.random(4) < 0.8))
+    found = [finder.best(*each) for each in asked]
+    monkeypatch.setattr(split_choice, "_library", lambda: None)
+    plain = [finder.best(*each) for each in asked]
+    assert sum(each is not None for each in plain) > 20
+    for one, two in zip(found, plain, strict=True):
+        assert repr(one) == repr(two)
 
 
 def test_no_leaf_holds_fewer_rows_than_the_least_count() -> None:

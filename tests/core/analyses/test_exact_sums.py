@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundtable.core.analyses.exact_sums import MOST_SILOS, PublicPlaces, SumPlaces
+from roundtable.core.analyses.exact_sums import MOST_SILOS, Digits, PublicPlaces, SumPlaces
 from roundtable.core.analyses.question import HIDDEN
 from roundtable.core.analyses.questions_table import ContingencyTable
 from roundtable.core.errors import AggregationError, InvalidUpdate
@@ -21,24 +21,28 @@ PLACES = SumPlaces({"rows": (1,)}, {"sums": (2,)})
 WHOLES = SumPlaces({"rows": (1,)}, {}, {"grains": (2,)})
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**39 - 1), REALS, REALS), min_size=1, max_size=40))
-def test_sums_over_silos_are_those_of_fractions(silos: list[tuple[int, float, float]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 2**34 - 1), REALS, REALS), min_size=1, max_size=70), st.booleans())
+def test_sums_over_silos_are_those_of_fractions(silos: list[tuple[int, float, float]], fewest: bool) -> None:
+    digits = Digits(len(silos) if fewest else MOST_SILOS)
+    places = SumPlaces({"rows": (1,)}, {"sums": (2,)}, digits=digits)
     parts = [
-        PLACES.encode({"rows": np.array([float(count)]), "sums": np.array([one, two])})
+        places.encode({"rows": np.array([float(count)]), "sums": np.array([one, two])})
         for count, one, two in silos
     ]
     mean = torch.stack(parts).double().mean(dim=0).float()
-    found = PLACES.decode(mean, len(silos))
+    found = places.decode(mean, len(silos))
     assert int(found["rows"][0]) == sum(silo[0] for silo in silos)
     for place in (0, 1):
         cut = sum(Fraction(round(Fraction(silo[place + 1]) * 2**56), 2**56) for silo in silos)
         assert found["sums"][place] == float(cut)
 
 
-@given(st.lists(st.tuples(*[st.integers(-(2**51) + 1, 2**51 - 1)] * 2), min_size=1, max_size=40))
-def test_whole_numbers_of_either_sign_add_up(silos: list[tuple[int, int]]) -> None:
-    parts = [WHOLES.encode({"grains": np.array(silo, dtype=np.float64)}) for silo in silos]
-    found = WHOLES.decode(torch.stack(parts).double().mean(dim=0).float(), len(silos))
+@given(st.lists(st.tuples(*[st.integers(-(2**50), 2**50 - 1)] * 2), min_size=1, max_size=70), st.booleans())
+def test_whole_numbers_of_either_sign_add_up(silos: list[tuple[int, int]], fewest: bool) -> None:
+    digits = Digits(len(silos) if fewest else MOST_SILOS)
+    places = SumPlaces({"rows": (1,)}, {}, {"grains": (2,)}, digits=digits)
+    parts = [places.encode({"grains": np.array(silo, dtype=np.float64)}) for silo in silos]
+    found = places.decode(torch.stack(parts).double().mean(dim=0).float(), len(silos))
     assert found["grains"].tolist() == [float(sum(silo[place] for silo in silos)) for place in (0, 1)]
     assert found["rows"].tolist() == [0.0]
 

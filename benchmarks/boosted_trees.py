@@ -1,0 +1,160 @@
+"""What boosted trees cost over many silos, beside xgboost on the pooled rows: processor time on one thread.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.boosted_trees [--silos 20] [--rows 50000] [--features 100]
+
+All silos and the coordinator run in this process, one after the other, with what an analysis computes in a
+round: public numbers, gradients, histograms, digits, their sum, splits, and what the coordinator keeps. Not
+counted: making bins (on either side), what travels, masks, and the engine. The cuts are xgboost's own, and
+the trees are compared with its trees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xgboost
+from pydantic import TypeAdapter
+
+from roundtable.core.analyses.boosted_trees.boosting import GROWING
+from roundtable.core.analyses.questions_table import AnyQuestion
+from roundtable.core.analyses.survey import Survey
+from roundtable.core.tables.table_description import ColumnTable
+from roundtable.core.tables.table_reading import DataTable
+
+SPENT: dict[str, float] = defaultdict(float)
+
+
+@contextmanager
+def spent(name: str) -> Iterator[None]:
+    """Adds the processor seconds of a block to `SPENT`."""
+    start = time.process_time()
+    yield
+    SPENT[name] += time.process_time() - start
+
+
+def made(rows: int, features: int, values: int) -> tuple[Any, Any]:
+    """Features [rows, features] of so many values, and an outcome of 0 or 1 that depends on some of them."""
+    draw = np.random.default_rng(0)
+    matrix = draw.integers(0, values, (rows, features), dtype=np.int16).astype(np.float32)
+    own = min(8, features - 1)
+    linear = (matrix[:, :own] * (2 / values) - 1) @ draw.normal(size=own) + np.sin(matrix[:, own] / 20)
+    return matrix, (draw.random(rows) < 1 / (1 + np.exp(-linear))).astype(np.float32)
+
+
+def pooled(
+    matrix: Any, outcome: Any, options: argparse.Namespace
+) -> tuple[Any, dict[str, list[float]], float]:
+    """xgboost's trees, its cuts, and its processor seconds."""
+    names = [f"f{place}" for place in range(options.features)]
+    held = xgboost.QuantileDMatrix(matrix, outcome, feature_names=names, max_bin=options.bins, nthread=1)
+    offsets, values = held.get_quantile_cut()
+    edges = {
+        name: values[offsets[place] + 1 : offsets[place + 1]].tolist() for place, name in enumerate(names)
+    }
+    asked = {"objective": "binary:logistic", "tree_method": "hist", "max_bin": options.bins, "nthread": 1}
+    asked |= {"base_score": 0.5, "eta": 0.3, "max_depth": options.depth}
+    xgboost.train(asked, held, 1)
+    taken = []
+    for _ in range(options.repeats):
+        start = time.process_time()
+        found = xgboost.train(asked, held, options.trees)
+        taken.append(time.process_time() - start)
+    return found, edges, float(np.median(taken))
+
+
+def federated(
+    matrix: Any, outcome: Any, edges: dict[str, list[float]], options: argparse.Namespace
+) -> tuple[Any, int, int]:
+    """The answer, a silo's values in a round, and the rounds that trees took."""
+    columns = {name: ColumnTable(least=0, most=options.values) for name in edges}
+    columns["y"] = ColumnTable(kind="category", values=(0, 1))
+    asked = {"ask": "boosted_trees", "outcome": "y", "on": list(edges), "edges": edges, "base_score": 0.5}
+    asked |= {"rounds": options.trees, "max_depth": options.depth}
+    survey = Survey.of(columns, [TypeAdapter(AnyQuestion).validate_python(asked)], 1, None, options.silos)
+    parts = []
+    for place in range(options.silos):
+        own = slice(place * options.rows, (place + 1) * options.rows)
+        table = dict(zip(edges, matrix[own].T, strict=True)) | {"y": outcome[own]}
+        parts.append(DataTable(table, columns))
+    public = {name: np.zeros(shape) for name, shape in survey.public_places.shapes.items()}
+    down, held = survey.public_places.pack(public), torch.zeros(survey.kept_places.size)
+    rounds, binned = 0, False
+    while survey.open(public):
+        if public["0.stage"][0] == GROWING and not binned:
+            for part in parts:
+                survey.sums(part, public)  # Rows are binned, and that is not counted; all else is done again.
+                for key in [key for key in part.derived if key[0] == "boosted"]:
+                    del part.derived[key]
+            SPENT.clear()
+            rounds, binned = 0, True
+        total = torch.zeros(survey.sum_places.size)
+        for part in parts:
+            with spent("silos: public numbers, gradients, histograms and digits"):
+                sent = survey.sum_places.encode(survey.sums(part, survey.public_places.unpack(down)))
+            with spent("digits added"):
+                total += sent
+        with spent("digits added"):
+            total /= len(parts)
+        with spent("coordinator: sums of digits"):
+            sums = survey.sum_places.decode(total, len(parts))
+        with spent("coordinator: public and kept numbers"):
+            now = survey.public_places.unpack(down) | survey.kept_places.unpack(held)
+        with spent("coordinator: splits"):
+            after = survey.step(now, sums)
+        with spent("coordinator: public and kept numbers"):
+            down, held = survey.public_places.pack(after), survey.kept_places.pack(after)
+        public = {name: after[name] for name in public}
+        rounds += 1
+    return survey.answers(public)[0], survey.sum_places.size, rounds
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    """Whether two models split alike."""
+    keys = ("left_children", "split_indices", "default_left", "split_conditions")
+    found = [model["learner"]["gradient_booster"]["model"]["trees"] for model in (mine, theirs)]
+    leaf = [[np.array(tree["left_children"]) < 0 for tree in trees] for trees in found]
+    return len(found[0]) == len(found[1]) and all(
+        all(one[key] == two[key] for key in keys[:3])
+        and np.array_equal(np.array(one[keys[3]])[~here], np.array(two[keys[3]])[~there])
+        for one, two, here, there in zip(*found, *leaf, strict=True)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    numbers = (("silos", 20), ("rows", 50000), ("features", 100), ("bins", 256), ("depth", 6), ("trees", 1))
+    for key, default in (*numbers, ("values", 256), ("repeats", 3)):
+        parser.add_argument(f"--{key}", type=int, default=default, metavar="N")
+    parser.add_argument("--json", type=Path, help="write the figures into this file")
+    options = parser.parse_args()
+    matrix, outcome = made(options.silos * options.rows, options.features, options.values)
+    wanted, edges, alone = pooled(matrix, outcome, options)
+    answer, values, rounds = federated(matrix, outcome, edges, options)
+    print(
+        f"{options.silos} silos x {options.rows:,} rows x {options.features} features, {options.bins} bins:"
+    )
+    print(f"{'xgboost on the pooled rows':58}{alone:8.3f} s")
+    for name, seconds in SPENT.items():
+        print(f"{name:58}{seconds:8.3f} s")
+    together = sum(SPENT.values())
+    print(f"{'all silos and the coordinator':58}{together:8.3f} s, {together / alone:.2f} of xgboost's")
+    print(f"{rounds} rounds, in each of which a silo sends {4 * values / 1e6:.2f} MB")
+    alike = same(answer.model, json.loads(wanted.save_raw("json")))
+    print(f"the same trees as xgboost {xgboost.__version__}: {alike}")
+    if options.json is not None:
+        figures = {"xgboost_s": alone, "together_s": together, "parts_s": SPENT, "rounds": rounds}
+        asked = {**vars(options), "json": None, "values_a_round": values, "same_trees": alike}
+        options.json.write_text(json.dumps({**asked, **figures}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
