@@ -2,11 +2,13 @@
 
     python benchmarks/plan_predictions.py               # two ranks
     python benchmarks/plan_predictions.py --world 4 --turns 9 --json
+    python benchmarks/plan_predictions.py --cpu         # beside other work
 
 Rates and links are measured by the ranks as a silo's are, before the steps of each model, and the plans of a
 model take their steps in turn, so that what else the machine does meets all of them. Given are for each plan
 the prediction over the median, and for each pair of a model's plans whether the one that was predicted to be
-faster was; pairs that differ by less than a tenth when measured count for neither side.
+faster was; pairs that differ by less than a tenth when measured count for neither side. With `--cpu` rates
+and steps are both in seconds of a rank's CPU time, which other work touches less than the clock.
 """
 
 from __future__ import annotations
@@ -17,24 +19,30 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
-from itertools import combinations
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from step_overhead import Decoder
+from torch import nn
+from typing_extensions import override
 
 from roundtable.cluster.choice.machine_rates import rates_of
-from roundtable.cluster.choice.step_time import step_time
+from roundtable.cluster.choice.step_time import StepTime, step_time
 from roundtable.cluster.choice.unit_sums import UnitSums
+from roundtable.cluster.parallel.experts import MixtureOfExperts
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
 from roundtable.cluster.plan.links import measure_links
 from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.tools.verify import Block
 from roundtable.cluster.train.rank_trainer import RankTrainer
-from roundtable.cluster.train.round_reports import RoundProgress, StepReport
+from roundtable.cluster.train.round_reports import RoundProgress
 from roundtable.core.config import JobConfig
 from roundtable.core.layout import Layout
 from roundtable.core.task import Site, initial_state
@@ -51,6 +59,7 @@ class Model:
     dim: int
     length: int
     batch: int
+    experts: bool = False
 
 
 MODELS = (
@@ -59,12 +68,33 @@ MODELS = (
     Model("wide", 2, 512, 32, 8),
     Model("long", 4, 128, 256, 8),
     Model("many examples", 4, 256, 32, 32),
+    Model("experts", 4, 128, 64, 8, experts=True),
 )
 
 
-def plans(world: int, batch: int) -> dict[str, Strategy]:
-    """The plans of each model."""
+class Mixed(Decoder):
+    """A decoder whose feed-forward parts are experts, of which each token passes two."""
+
+    @override
+    def model(self) -> nn.Module:
+        """The decoder's parts in a row."""
+        model = super().model()
+        for block in model.children():
+            if isinstance(block, Block):
+                block.mlp = MixtureOfExperts(self._dim, 2 * self._dim, 8)  # type: ignore[assignment]
+        return model
+
+
+def plans(world: int, batch: int, *, experts: bool = False) -> dict[str, Strategy]:
+    """The plans of each model, and of one with experts."""
     share = batch // world
+    if experts:
+        return {
+            "ddp": Strategy(Mesh(dp=world), "ddp", share),
+            "zero2": Strategy(Mesh(fsdp=world), "zero2", share),
+            "zero2 experts": Strategy(Mesh(fsdp=world, ep=world), "zero2", share),
+            "zero3 experts": Strategy(Mesh(fsdp=world, ep=world), "zero3", share),
+        }
     return {
         "ddp": Strategy(Mesh(dp=world), "ddp", share),
         "ddp in halves": Strategy(Mesh(dp=world), "ddp", max(1, share // 2)),
@@ -72,47 +102,56 @@ def plans(world: int, batch: int) -> dict[str, Strategy]:
         "zero2": Strategy(Mesh(fsdp=world), "zero2", share),
         "zero3": Strategy(Mesh(fsdp=world), "zero3", share),
         "zero3 again": Strategy(Mesh(fsdp=world), "zero3", share, checkpointing="every"),
+        "zero2 in halves": Strategy(Mesh(fsdp=world), "zero2", max(1, share // 2)),
+        "tensor": Strategy(Mesh(tp=world), "none", batch),
+        "tensor sequence": Strategy(Mesh(tp=world), "none", batch, sequence_parallel=True),
+        "1f1b": Strategy(Mesh(pp=world), "none", max(1, batch // (2 * world)), "1f1b"),
     }
 
 
-def predicted_and_measured(model: Model, turns: int) -> dict[str, dict[str, float]]:
-    """{plan: {"predicted", "measured"}} in seconds of a step. Collective."""
+def predicted_and_measured(
+    model: Model, turns: int, clock: Callable[[], float]
+) -> dict[str, dict[str, float]]:
+    """{plan: {"predicted", "measured", the prediction's terms}} in seconds of a step. Collective."""
     world, device = dist.get_world_size(), torch.device("cpu")
-    task = Decoder(model.layers, model.dim, model.length, 4 * model.batch)
+    kind = Mixed if model.experts else Decoder
+    task = kind(model.layers, model.dim, model.length, 4 * model.batch)
     data, _ = task.data(Site("benchmark"))
     table = {"steps": _STEPS, "batch_size": model.batch, "optimizer_state": "keep"}
     job = JobConfig.model_validate({"task": "t", "algorithm": table})
     probe = probe_model(task, data, device="cpu")
     resources = Resources(1, world, 1 << 34, "cpu")
     sums, start = UnitSums(probe), initial_state(task, 0)
-    sums, start = UnitSums(probe), initial_state(task, 0)
     layout = Layout.of(start)
     trainers: dict[str, RankTrainer] = {}
-    for name, strategy in plans(world, model.batch).items():
+    for name, strategy in plans(world, model.batch, experts=model.experts).items():
         meshes = Meshes(strategy.mesh, "cpu")
-        trainers[name] = RankTrainer(task, job, layout, strategy, meshes, device, "benchmark")
+        trainers[name] = RankTrainer(
+            task, job, layout, strategy, meshes, device, "benchmark", probe.tensor_parallel
+        )
         trainers[name].load(layout.flatten(start).clone(), {})
         # The one step under the profiler is not what is timed here.
         trainers[name].sampler._wanted = False
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
-    guesses: dict[str, list[float]] = {name: [] for name in trainers}
+    guesses: dict[str, list[StepTime]] = {name: [] for name in trainers}
     for turn in range(turns + 1):
-        rates = rates_of(resources, "float32", measure_links(device, world))
+        rates = rates_of(resources, "float32", measure_links(device, world, clock=clock))
         for name, trainer in trainers.items():
-            reports: list[StepReport] = []
+            ends = [0.0]
             batches = trainer.batches(data, turn + 1)
-            trainer.fit(batches, turn + 1, RoundProgress(), reports.append)
+            trainer.fit(batches, turn + 1, RoundProgress(), lambda report, ends=ends: ends.append(clock()))
             if turn:
                 guess = step_time(probe, sums, trainer.strategy, model.batch, rates, resources)
-                guesses[name].append(guess.seconds)
-                seconds[name] += [report.seconds for report in reports]
-    return {
-        name: {
-            "predicted": statistics.median(guesses[name]),
-            "measured": statistics.median(seconds[name]),
-        }
-        for name in trainers
-    }
+                guesses[name].append(guess)
+                seconds[name] += [end - begin for begin, end in pairwise(ends[1:])]
+    found = {}
+    for name in trainers:
+        guess = sorted(guesses[name], key=lambda guess: guess.seconds)[turns // 2]
+        measured = statistics.median(seconds[name])
+        # A rank that waits for other stages takes no CPU time.
+        waits = guess.bubble if clock is time.process_time else 0.0
+        found[name] = {"predicted": guess.seconds - waits, "measured": measured, **asdict(guess)}
+    return found
 
 
 def verdicts(found: dict[str, dict[str, float]]) -> dict[str, bool]:
@@ -132,7 +171,9 @@ def on_ranks(options: argparse.Namespace) -> None:
     result = {}
     for model in MODELS:
         if not options.models or model.name in options.models:
-            result[model.name] = predicted_and_measured(model, options.turns)
+            result[model.name] = predicted_and_measured(
+                model, options.turns, time.process_time if options.cpu else time.perf_counter
+            )
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(result), flush=True)
     dist.destroy_process_group()
@@ -147,7 +188,7 @@ def show(result: dict[str, Any]) -> None:
             ratio = row["predicted"] / row["measured"]
             ratios.append(ratio)
             print(
-                f"  {name:<14} predicted {1e3 * row['predicted']:8.2f} ms   measured "
+                f"  {name:<16} predicted {1e3 * row['predicted']:8.2f} ms   measured "
                 f"{1e3 * row['measured']:8.2f} ms   {ratio:.2f}"
             )
         found_right = verdicts(found)
@@ -166,6 +207,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=2, help="ranks")
     parser.add_argument("--turns", type=int, default=5, help="of four steps of each plan")
     parser.add_argument("--models", nargs="*", choices=[model.name for model in MODELS])
+    parser.add_argument("--cpu", action="store_true", help="CPU time in the place of the clock's")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if "RANK" in os.environ:

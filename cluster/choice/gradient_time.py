@@ -14,17 +14,18 @@ from roundtable.cluster.plan.memory_estimate import ModelProbe
 
 # DDP's buckets in bytes; bytes that memory moves for each byte of gradients that is encoded, and decoded.
 _BUCKET, _ENCODED, _DECODED = 25 << 20, 4.0, 3.0
-# Bytes for each byte of gradients that their norm moves: read, written as float64, read again.
-_NORM = 5.0
+# Bytes for each byte of gradients that their norm moves: read, written as float64, read again; calls that
+# a step takes for each parameter beside the optimizer's own.
+_NORM, _STEP_EACH = 5.0, 1.5
 
 
 @dataclass(frozen=True)
 class GradientTraffic:
     """The collectives of one stage's weights in a step of `count` micro-batches.
 
-    DDP sums each gradient once a step. ZeRO-2 gathers weights once and scatters gradients for each
-    micro-batch, ZeRO-3 gathers for each forward and each backward pass (Rajbhandari et al. 2020, section 7:
-    1.5 times DDP's volume); a pipeline gathers and scatters once. Over dp shards are summed as well (HSDP).
+    DDP sums each gradient once a step. ZeRO-2 gathers weights and scatters gradients for each micro-batch,
+    ZeRO-3 gathers for each forward and each backward pass (Rajbhandari et al. 2020, section 7: 1.5 times
+    DDP's volume); a pipeline gathers and scatters once. Over dp shards are summed as well (HSDP).
     """
 
     sums: UnitSums
@@ -52,8 +53,14 @@ class GradientTraffic:
     @property
     def gathers(self) -> int:
         """How often weights are gathered in a step."""
-        again = self.strategy.data_parallel == "zero3" and self.strategy.mesh.pp == 1
-        return 2 * self.count if again else 1
+        if self.strategy.mesh.pp > 1:
+            return 1
+        return 2 * self.count if self.strategy.data_parallel == "zero3" else self.count
+
+    @property
+    def groups(self) -> int:
+        """Blocks, whose weights are gathered each by itself, and the rest."""
+        return len(self.sums.blocks(self.units)) + 1
 
     @property
     def reductions(self) -> int:
@@ -78,10 +85,12 @@ class GradientTraffic:
         else:
             seconds = wires.all_reduce("dp", travel.share * trained, pieces)
         waited = self._beside(seconds, backward) + seconds / pieces if wires.rates.overlaps else seconds
+        # A gradient is copied into its bucket and divided there.
+        waited = min(waited, seconds) + 4.0 * trained / wires.rates.memory
         if self.strategy.data_parallel == "zero1":
-            # Each rank tells the others the weights of its share of the optimizer.
-            waited += wires.all_gather("dp", trained)
-        return min(waited, seconds) if self.strategy.data_parallel == "ddp" else waited
+            # Each rank tells the others the weights of its share of the optimizer, one by one.
+            waited += wires.all_gather("dp", trained, self.weights.count)
+        return waited
 
     @property
     def _host(self) -> float:
@@ -92,7 +101,7 @@ class GradientTraffic:
     def _sharded(self, forward: float, backward: float) -> float:
         weights, wires, strategy = self.weights, self.wires, self.strategy
         half = 0.5 if strategy.half is not None else 1.0
-        groups = max(1, len(self.units))
+        groups = self.groups
         gather = wires.all_gather("fsdp", half * weights.bytes, groups)
         travel, coding = strategy.travel, 0.0
         if travel.kind == "encoding":
@@ -110,9 +119,9 @@ class GradientTraffic:
         copying = copies * copied / wires.rates.memory
         if not wires.rates.overlaps:
             return self.gathers * gather + self.reductions * reduce + copying
-        first = -(-self.gathers // 2)
+        first = 1 if strategy.mesh.pp > 1 else self.count
         waited = first * self._beside(gather, forward) + gather / groups + reduce / groups
-        back = gather if self.gathers > 1 else 0.0
+        back = gather if strategy.data_parallel == "zero3" else 0.0
         if strategy.mesh.pp > 1:
             # The schedule reduces when its last backward pass is done.
             return waited + reduce + copying
@@ -141,5 +150,6 @@ def optimizer_seconds(
     memory = HOST_MEMORY / wires.resources.devices if strategy.offload else rates.memory
     part = weights.trained / shards
     moved = _NORM * part + probe.optimizer.moved * part / share
-    calls = (probe.optimizer.calls / share + 3) * weights.count * rates.call
+    # Its norm, and handing it to the optimizer, which looks at each parameter.
+    calls = (probe.optimizer.calls / share + _STEP_EACH) * weights.count * rates.call
     return max(moved / memory, calls) if rates.overlaps else moved / memory + calls

@@ -28,9 +28,10 @@ _CPU_PRODUCTS, _CPU_MEMORY, _CPU_CALL, _LOOPBACK, _ETHERNET = 5e10, 1e10, 1e-5, 
 
 @dataclass(frozen=True)
 class MachineRates:
-    """Of one device: operations a second of products, bytes a second of its memory and of its link to the
-    host's, seconds that a call of an operator takes. `within` and `between` are the bus bandwidth of an
-    all-reduce by payload, in a node and between nodes, for each device while all are busy.
+    """Of one device: operations a second of products, bytes a second of its memory, of what operators between
+    products move and of its link to the host's, seconds that a call of an operator takes. `within` and
+    `between` are the bus bandwidth of an all-reduce by payload, in a node and between nodes, for each device
+    while all are busy.
 
     `overlaps`: collectives run beside computation, and so do calls; over gloo both take the same cores.
     `near` is the share by which predictions must differ to tell plans apart.
@@ -39,6 +40,7 @@ class MachineRates:
 
     products: float
     memory: float
+    operators: float
     host: float
     call: float
     within: Mapping[int, float]
@@ -67,6 +69,7 @@ def rates_of(
         base,
         products=_measured(links.products, precision),
         memory=links.memory or base.memory,
+        operators=links.operators or base.operators,
         call=links.call or base.call,
         near=_NEAR_MEASURED,
         within=links.within or base.within,
@@ -101,6 +104,7 @@ def _published(device: Published, precision: Precision) -> MachineRates:
     return MachineRates(
         products=peak * device.reached,
         memory=device.memory * _MEMORY,
+        operators=device.memory * _MEMORY,
         host=device.host * _WITHIN,
         call=_CALL,
         within=_curve(device.within * _WITHIN, _NEAR),
@@ -120,6 +124,7 @@ def _nominal() -> MachineRates:
     return MachineRates(
         products=_CPU_PRODUCTS,
         memory=_CPU_MEMORY,
+        operators=_CPU_MEMORY / 2,
         host=_CPU_MEMORY,
         call=_CPU_CALL,
         within=_curve(_LOOPBACK, 1e-4),
@@ -140,6 +145,7 @@ def in_words(rates: MachineRates, resources: Resources) -> list[str]:
     lines = [
         f"rates {rates.source}",
         f"products {rates.products / 1e12:.3g} Tflop/s, memory {rates.memory / 1e9:.3g} GB/s, "
+        f"operators between products {rates.operators / 1e9:.3g} GB/s, "
         f"{rates.call * 1e6:.2g} µs a call",
     ]
     tables = [("within a node", rates.within, resources.devices > 1)]

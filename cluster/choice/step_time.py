@@ -17,6 +17,7 @@ from typing import Any
 
 from roundtable.cluster.choice.collective_time import Wires
 from roundtable.cluster.choice.gradient_time import GradientTraffic, optimizer_seconds
+from roundtable.cluster.choice.host_time import step_calls
 from roundtable.cluster.choice.machine_rates import MachineRates
 from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.strategy import Strategy
@@ -33,7 +34,8 @@ class StepTime:
 
     `computing` is forward and backward, `recomputing` what checkpointing does again, `tensor`, `experts` and
     `stages` what those collectives and sends take; `weights` what is waited for of gathers and reductions,
-    `offload` of the host's link, `bubble` of other stages, and `optimizer` the step itself.
+    `offload` of the host's link, `bubble` of other stages; `host` is the host's work for shards, split layers
+    and the step that nothing hides, and `optimizer` the step itself.
     """
 
     computing: float = 0.0
@@ -44,6 +46,7 @@ class StepTime:
     weights: float = 0.0
     offload: float = 0.0
     bubble: float = 0.0
+    host: float = 0.0
     optimizer: float = 0.0
 
     @property
@@ -143,20 +146,23 @@ class _Stage:
         key += (strategy.checkpoint_blocks, strategy.half is not None, sharded, strategy.micro_batch)
         key += (examples, last)
         found = sums.remembered(("micro", *key), (units, wires.rates, wires.resources), self._micro)
-        terms: tuple[float, float, float, float, float, float] = found
-        self.forward, self.computing, self.recomputing, self.tensor, self.experts, self.stages = terms
+        terms: tuple[float, float, float, float, float, float, float] = found
+        self._calls, self.forward, self.computing, self.recomputing, *_ = terms
+        self.tensor, self.experts, self.stages = terms[4:]
 
-    def _micro(self) -> tuple[float, float, float, float, float, float]:
-        """Seconds of one micro-batch: its forward pass, both, and the terms beside them."""
+    def _micro(self) -> tuple[float, float, float, float, float, float, float]:
+        """One micro-batch: calls of operators, seconds of its forward pass, of both, of the terms beside."""
         probe, sums, strategy = self._probe, self._sums, self._strategy
         work = sums.work(strategy, self._units, rest=self._last)
         forward = self._seconds(work)
-        computing = forward + self._seconds(sums.backward(work))
+        back = sums.backward(work)
+        computing = forward + self._seconds(back)
         passed = Pass(probe.anatomy, probe.trace, probe.tensor_parallel, strategy).passed()
         # There and back, for each of the rank's stages.
         sent = self._wires.send("pp", passed * self._examples / strategy.micro_batch)
         stages = 2 * strategy.virtual_stages * sent
-        return forward, computing, self._again(), self._tensor(self._last), self._experts(), stages
+        beside = self._again(), self._tensor(self._last), self._experts(), stages
+        return work.calls + back.calls, forward, computing, *beside
 
     def micro(self) -> float:
         """Seconds of one micro-batch."""
@@ -168,6 +174,11 @@ class _Stage:
         traffic = GradientTraffic(self._sums, self._strategy, self._wires, self._units, self._count)
         count = self._count
         waited = slowest - self.micro()
+        calls = step_calls(self._sums, self._strategy, self._units, traffic, last=self._last)
+        host = calls * self._rates.call
+        if self._rates.overlaps:
+            # The host goes ahead of the device, and is waited for where it takes longer.
+            host = max(0.0, host + count * self._calls * self._rates.call - count * self.micro())
         return StepTime(
             computing=count * self.computing,
             recomputing=count * self.recomputing,
@@ -177,6 +188,7 @@ class _Stage:
             weights=traffic.waited(*windows),
             offload=traffic.offloaded() + self._activations_offloaded() + self._state_offloaded(),
             bubble=bubbles(self._strategy) * slowest + count * waited,
+            host=host,
             optimizer=optimizer_seconds(self._probe, self._sums, self._strategy, self._wires, self._units),
         )
 
@@ -204,7 +216,7 @@ class _Stage:
         """Of a pass of one micro-batch."""
         rates, half = self._rates, self._half()
         products = max(work.flops * self._examples / rates.products, half * work.weights / rates.memory)
-        moving = half * work.moved * self._examples / rates.memory
+        moving = half * work.moved * self._examples / rates.operators
         calls = work.calls * rates.call
         # A GPU starts the next kernels while one runs; a CPU does one after the other.
         return max(products + moving, calls) if rates.overlaps else products + moving + calls
@@ -228,9 +240,10 @@ class _Stage:
         return self._seconds(work)
 
     def _tensor(self, last: bool) -> float:
-        """Two sums of a block's output in the forward pass of each split part, and again in the backward pass
-        (Shoeybi et al. 2019, figure 4), or as many gathers and scatters of the sequence (Korthikanti et al.
-        2022, section 4.2.2), which move as much; what is computed again sums again.
+        """A sum of each split part's output in the forward pass, and in the backward pass of the gradients of
+        its input (Shoeybi et al. 2019, figure 4), here for each layer that reads it; or as many gathers and
+        scatters of the sequence (Korthikanti et al. 2022, section 4.2.2), which move as much. What is
+        computed again sums again.
         """
         strategy = self._strategy
         if strategy.mesh.tp == 1:
@@ -243,9 +256,16 @@ class _Stage:
         for (style, elements, repeated), number in calls.items():
             if style == "head":
                 seconds += number * self._wires.all_gather("tp", elements * item)
-            else:
-                passes = 1 if style == "vocabulary" else 3 if repeated else 2
-                seconds += number * passes * self._wires.all_reduce("tp", elements * item)
+                continue
+            # A split attention sums its output and the gradient of its input.
+            passes = 2.0 if style == "attention" else 1.0
+            passes += repeated and style in ("row", "attention")
+            if style in ("norm", "inner"):
+                passes = 2.0 if strategy.sequence_parallel and style == "norm" else 0.0
+            elif style == "row" and strategy.sequence_parallel:
+                # Its output is scattered, and gathered before the next layer and for its gradient.
+                passes += 0.5
+            seconds += number * passes * self._wires.all_reduce("tp", elements * item)
         return seconds
 
     def _experts(self) -> float:

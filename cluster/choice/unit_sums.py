@@ -142,16 +142,39 @@ class UnitSums:
 
     @cached_property
     def split_outputs(self) -> dict[str | None, Counter[tuple[str, int]]]:
-        """By unit how many calls have an output or gradient that is summed or gathered: (style, elements)."""
+        """By unit how many calls have an output or gradient that is summed or gathered: (style, elements).
+
+        A layer split by columns sums the gradient of its input, one split by rows its output. With a split
+        sequence norms sum the gradients of their weights, and what is around split layers is gathered.
+        """
         probe = self._probe
         styles = probe.tensor_parallel.styles
         found: dict[str | None, Counter[tuple[str, int]]] = defaultdict(Counter)
         for call in probe.trace.calls:
             style = styles.get(call.name)
-            if style in ("row", "attention", "vocabulary", "head"):
-                shape: Sequence[int] | None = call.output or next((s for s in call.inputs if s), None)
-                found[probe.anatomy.unit_of(call.name)][str(style), prod(shape) if shape else 0] += 1
+            if call.name in probe.tensor_parallel.norms:
+                found[probe.anatomy.unit_of(call.name)]["norm", 1] += 1
+            if call.name in probe.tensor_parallel.inner:
+                found[probe.anatomy.unit_of(call.name)]["inner", 1] += 1
+            if style is None:
+                continue
+            given = next((s for s in call.inputs if s), None)
+            shapes = [given if style == "column" else call.output or given]
+            unit = found[probe.anatomy.unit_of(call.name)]
+            unit[style, prod(shapes[0] or (0,))] += 1
+            if style == "head":
+                unit["column", prod(given or (0,))] += 1
         return found
+
+    def split_layers(self, units: Sequence[str], *, rest: bool, sequence: bool) -> int:
+        """How many calls of layers of these units go over DTensors, with `rest` of what lies in none too.
+
+        With a split `sequence` those of norms and of what gathers it too.
+        """
+        weights = {"head": 0, "norm": int(sequence), "inner": int(sequence)}
+        names = [*units, None] if rest else units
+        tables = (self.split_outputs.get(name, Counter()) for name in names)
+        return sum(number * weights.get(style, 1) for table in tables for (style, _), number in table.items())
 
     def split_calls(
         self, units: Sequence[str], again: Sequence[str], *, rest: bool

@@ -32,6 +32,8 @@ _BY_ENTRY = {
     torch.optim.Adagrad,
     torch.optim.Adadelta,
 }
+# Those with kernels that take the step of many tensors at once.
+FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,19 @@ def cannot_offload(pp: int, checkpointing: str) -> str:
 def by_entry(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step treats each entry by itself; of torch's own classes only is that known."""
     return type(optimizer) in _BY_ENTRY
+
+
+def take_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Chooses fused kernels where torch has them, else multi-tensor ones, where the task left it open."""
+    for group in optimizer.param_groups:
+        chosen = group.get("foreach") is not None or group.get("fused") is not None
+        odd = group.get("differentiable") or any(not p.is_floating_point() for p in group["params"])
+        if chosen or odd or "foreach" not in group:
+            continue
+        # The fused kernel of SGD ends where a parameter's first gradient comes later than another's.
+        fused = type(optimizer) in FUSED and not group.get("momentum")
+        group["fused"] = True if fused else group.get("fused")
+        group["foreach"] = not fused
 
 
 def cannot_offload_state(by_entry: bool) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -14,18 +13,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
 
 from roundtable.client.durable_files import replace_synced
 from roundtable.cluster.parallel.text_collectives import gather_text
+from roundtable.cluster.plan.rank_clock import REPEATS, Clock, seconds_of, wait
 from roundtable.core.evidence.release import release
 
 FILE = "links.json"
 _SIZES = (1 << 16, 1 << 20, 1 << 24)
-_REPEATS = 5
 _SIDE = {"cuda": 4096, "cpu": 512}
-# Bytes of a vector whose sums are timed, and operators in the chain whose calls are.
+# Bytes of a vector whose sums are timed and of an activation, blocks whose calls are.
 _VECTOR = {"cuda": 1 << 28, "cpu": 1 << 25}
-_CALLS = 50
+_ACTIVATION = {"cuda": 1 << 27, "cpu": 1 << 19}
+_BLOCKS = 24
 # Bandwidth within nodes over that between them: from here in bfloat16, from there as low-rank factors.
 _SLOW, _VERY_SLOW = 10.0, 100.0
 
@@ -35,9 +38,10 @@ class Links:
     """Bus bandwidth of an all-reduce in bytes a second by payload: among a node's ranks, and between nodes.
 
     A table is empty where there is one rank on a node, or one node. `products` are the operations a second of
-    the slowest rank's matrix products, by precision, `memory` the bytes a second of its sums of vectors, and
-    `call` the seconds that a small operator and its backward pass take, each. `at` is the time of measurement
-    in seconds since the epoch. `key` is a digest of hosts, devices, backend and versions: the figures hold
+    the slowest rank's matrix products, there and back, by precision, `memory` the bytes a second of its sums
+    of vectors, `operators` those of a norm and an activation function, `call` the seconds that an operator of
+    a small layer takes, with what its module does around it. `at` is the time of measurement in seconds since
+    the epoch. `key` is a digest of hosts, devices, backend and versions: the figures hold
     for no other.
     """
 
@@ -48,6 +52,7 @@ class Links:
     between: dict[int, float]
     products: dict[str, float] = field(default_factory=dict)
     memory: float = 0.0
+    operators: float = 0.0
     call: float = 0.0
 
     def lines(self, now: float) -> list[str]:
@@ -62,7 +67,10 @@ class Links:
             products = ", ".join(f"{rate / 1e12:.3g} in {name}" for name, rate in self.products.items())
             lines.append(f"matrix products of a device: Tflop/s {products}")
         if self.memory:
-            lines.append(f"memory: {self.memory / 1e9:.3g} GB/s; a call: {self.call * 1e6:.3g} µs")
+            lines.append(
+                f"memory: {self.memory / 1e9:.3g} GB/s, between products {self.operators / 1e9:.3g}; "
+                f"a call: {self.call * 1e6:.3g} µs"
+            )
         return lines
 
 
@@ -81,7 +89,7 @@ def known_links(folder: Path, device: torch.device, per_node: int, control: dist
     """The kept figures where they are of the same ranks; else new ones, which rank 0 keeps. Collective."""
     key = links_key(device, control)
     kept = read_links(folder, key) if dist.get_rank() == 0 else None
-    kept = kept if kept is not None and kept.products and kept.memory else None
+    kept = kept if kept is not None and kept.products and kept.operators else None
     if "1" in gather_text("1" if kept is not None else "", control):
         # Only rank 0 plans with the figures.
         return kept or Links(key, dist.get_world_size(), at=0.0, within={}, between={})
@@ -99,15 +107,25 @@ def links_key(device: torch.device, control: dist.ProcessGroup) -> str:
     return hashlib.blake2b("\n".join(gather_text(here, control)).encode(), digest_size=16).hexdigest()
 
 
-def measure_links(device: torch.device, per_node: int, key: str = "") -> Links:
+def measure_links(
+    device: torch.device, per_node: int, key: str = "", clock: Clock = time.perf_counter
+) -> Links:
     """Times all-reduce among a node's ranks, and among ranks in the same place of nodes. Collective."""
     world = dist.get_world_size()
     nodes = [list(range(first, first + per_node)) for first in range(0, world, per_node)]
     across = [list(range(place, world, per_node)) for place in range(per_node)]
-    within = _rates(nodes, device)
-    between = _rates(across, device)
-    figures = _products(device), _memory(device), _call(device)
-    return Links(key, world, time.time(), within, between, *figures)
+    within, between = _rates(nodes, device, clock), _rates(across, device, clock)
+    return Links(
+        key,
+        world,
+        time.time(),
+        within,
+        between,
+        products=_products(device, clock),
+        memory=_memory(device, clock),
+        operators=_operators(device, clock),
+        call=_call(device, clock),
+    )
 
 
 def reduction_for(links: Links | None) -> tuple[str, str]:
@@ -124,7 +142,7 @@ def reduction_for(links: Links | None) -> tuple[str, str]:
     return "exact", f"{measured}: gradients travel as they are"
 
 
-def _rates(groups: list[list[int]], device: torch.device) -> dict[int, float]:
+def _rates(groups: list[list[int]], device: torch.device, clock: Clock) -> dict[int, float]:
     """The slowest rank's bandwidth by payload while all groups reduce, as they share wires in training."""
     members = len(groups[0])
     if members == 1:
@@ -137,12 +155,12 @@ def _rates(groups: list[list[int]], device: torch.device) -> dict[int, float]:
     for size in _SIZES:
         data = torch.ones(size // 4, device=device)
         dist.all_reduce(data, group=mine)
-        _wait(device)
-        began = time.perf_counter()
-        for _ in range(_REPEATS):
+        wait(device)
+        began = clock()
+        for _ in range(REPEATS):
             dist.all_reduce(data, group=mine)
-        _wait(device)
-        seconds = torch.tensor((time.perf_counter() - began) / _REPEATS, dtype=torch.float64, device=device)
+        wait(device)
+        seconds = torch.tensor((clock() - began) / REPEATS, dtype=torch.float64, device=device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         rates[size] = size * 2 * (members - 1) / members / float(seconds)
     for group in process_groups:
@@ -151,54 +169,64 @@ def _rates(groups: list[list[int]], device: torch.device) -> dict[int, float]:
     return rates
 
 
-def _products(device: torch.device) -> dict[str, float]:
-    """Operations a second of the slowest rank, by precision, while all ranks multiply."""
+def _products(device: torch.device, clock: Clock) -> dict[str, float]:
+    """Operations a second of the slowest rank, by precision, while all ranks multiply there and back."""
     side = _SIDE[device.type]
     rates = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        one = torch.ones(side, side, dtype=dtype, device=device)
-        rates[name] = 2.0 * side**3 / _seconds(partial(torch.matmul, one, one), device)
+        x, weight = (torch.ones(side, side, dtype=dtype, device=device, requires_grad=True) for _ in "xw")
+        passes = partial(_there_and_back, partial(F.linear, x, weight), torch.ones_like(x))
+        rates[name] = 6.0 * side**3 / seconds_of(passes, device, clock)
     return rates
 
 
-def _memory(device: torch.device) -> float:
+def _there_and_back(forward: Callable[[], Tensor], gradient: Tensor) -> None:
+    forward().backward(gradient)  # type: ignore[no-untyped-call]
+
+
+def _memory(device: torch.device, clock: Clock) -> float:
     """Bytes a second of the slowest rank's memory, while all ranks add vectors that no cache holds."""
     one = torch.ones(_VECTOR[device.type] // 4, device=device)
     out = torch.empty_like(one)
-    return 3.0 * one.nbytes / _seconds(lambda: torch.add(one, one, out=out), device)
+    return 3.0 * one.nbytes / seconds_of(lambda: torch.add(one, one, out=out), device, clock)
 
 
-def _call(device: torch.device) -> float:
-    """Seconds that an operator of a small tensor takes, half of a forward and backward pass over it."""
-    one = torch.ones(64, device=device, requires_grad=True)
+def _operators(device: torch.device, clock: Clock) -> float:
+    """Bytes a second of what lies between products: a norm and a GELU, there and back.
 
-    def chain() -> None:
-        x = one
-        for _ in range(_CALLS):
-            x = x * 1.5
-        x.sum().backward()  # type: ignore[no-untyped-call]
-
-    return _seconds(chain, device) / (2 * _CALLS)
+    On a CPU they compute longer than they move. The norm reads and writes 2 + 3 tensors, the GELU as many.
+    """
+    x = torch.ones(_ACTIVATION[device.type] // 4 // 512, 512, device=device, requires_grad=True)
+    forward = partial(lambda x: F.gelu(F.layer_norm(x, x.shape[1:])), x)
+    return 10.0 * x.nbytes / seconds_of(partial(_there_and_back, forward, torch.ones_like(x)), device, clock)
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The median of the slowest rank, after one time that does not count. Collective."""
-    work()
-    found = []
-    for _ in range(_REPEATS):
-        _wait(device)
-        began = time.perf_counter()
-        work()
-        _wait(device)
-        found.append(time.perf_counter() - began)
-    seconds = torch.tensor(statistics.median(found), dtype=torch.float64, device=device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
+class _Small(nn.Module):
+    """A block of tiny layers: 5 operators there, and 8 back."""
+
+    operators = 13
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 8] → the same shape."""
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _call(device: torch.device, clock: Clock) -> float:
+    """Seconds that an operator of a small layer takes, with what its module and autograd do around it."""
+    model = nn.Sequential(*(_Small() for _ in range(_BLOCKS))).to(device)
+    x = torch.ones(4, 8, device=device)
+
+    def passes() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    return seconds_of(passes, device, clock) / (_BLOCKS * _Small.operators)
 
 
 def _size(count: int) -> str:

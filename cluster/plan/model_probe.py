@@ -38,7 +38,7 @@ from roundtable.cluster.parallel.pipeline_stages import (
 )
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.split_attention import split_attention
-from roundtable.cluster.parallel.strategy import Strategy, by_entry
+from roundtable.cluster.parallel.strategy import Strategy, by_entry, take_kernels
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
 from roundtable.cluster.plan.arithmetic import OperatorRecorder, PassWork, count_work
@@ -273,14 +273,20 @@ def optimizer_cost(task: Task) -> OptimizerCost:
             f"({own.__name__}), which no checkpoint of a cluster can hold; use one with plain tensors, such "
             "as AdamW, with offload_optimizer = true where its state does not fit"
         )
+    size = parameter.nbytes
+    factor = sum(value.nbytes for value in states if value.numel() > 1) / size
+    if by_entry(optimizer):
+        take_kernels(optimizer)
     recorder = OperatorRecorder(nn.Module())
     with recorder:
         optimizer.step()
     work = sum(recorder.found(1)[0].values(), PassWork())
-    size = parameter.nbytes
-    factor = sum(value.nbytes for value in states if value.numel() > 1) / size
-    moved = PassWork(moved=work.moved / size, calls=work.calls)
-    return OptimizerCost(factor, moved, own=True, by_entry=by_entry(optimizer))
+    # A fused kernel writes what it reads, weights and state, and gives nothing back that could be counted.
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    cost = PassWork(moved=3.0 + 2.0 * factor, calls=1.0)
+    if not fused:
+        cost = PassWork(moved=work.moved / size, calls=work.calls)
+    return OptimizerCost(factor, cost, own=True, by_entry=by_entry(optimizer))
 
 
 def cannot_split(

@@ -13,26 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-_FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}
+from roundtable.cluster.parallel.strategy import FUSED
 
 
 def localise(optimizer: torch.optim.Optimizer) -> None:
     """Puts this rank's part in the place of each DTensor in the optimizer's groups; before its first step."""
     for group in optimizer.param_groups:
         group["params"] = [_part(parameter) for parameter in group["params"]]
-
-
-def take_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Chooses fused kernels where torch has them, else multi-tensor ones, where the task left it open."""
-    for group in optimizer.param_groups:
-        chosen = group.get("foreach") is not None or group.get("fused") is not None
-        odd = group.get("differentiable") or any(not p.is_floating_point() for p in group["params"])
-        if chosen or odd or "foreach" not in group:
-            continue
-        # The fused kernel of SGD ends where a parameter's first gradient comes later than another's.
-        fused = type(optimizer) in _FUSED and not group.get("momentum")
-        group["fused"] = True if fused else group.get("fused")
-        group["foreach"] = not fused
 
 
 def whole_of(parameter: Tensor) -> Tensor:
@@ -79,7 +66,7 @@ def drop_gradients(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Par
 
 def asks_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step can be called off by a flag on the device: in torch's fused kernels."""
-    if type(optimizer) not in _FUSED or not all(group.get("fused") for group in optimizer.param_groups):
+    if type(optimizer) not in FUSED or not all(group.get("fused") for group in optimizer.param_groups):
         return False
     # A first step of SGD that is called off would leave its momentum without a value.
     return type(optimizer) is not torch.optim.SGD or not any(g["momentum"] for g in optimizer.param_groups)

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from roundtable.client.training.sgd import Correction, make_correction
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import local_of
-from roundtable.cluster.parallel.strategy import Strategy, by_entry, cannot_offload_state
-from roundtable.cluster.stepping.local_parameters import localise, take_kernels
+from roundtable.cluster.parallel.strategy import Strategy, by_entry, cannot_offload_state, take_kernels
+from roundtable.cluster.stepping.local_parameters import localise
 from roundtable.cluster.stepping.offloaded_state import offload_state
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.step import LocalStep
