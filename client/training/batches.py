@@ -71,9 +71,9 @@ def as_tensors(dataset: Any) -> tuple[Tensor, ...] | None:
             f"a data set given as a {type(dataset).__name__} must hold tensors of equal length, "
             f"not {kinds}; return tensors or a map-style torch Dataset from data()"
         )
-    tensors = tuple(torch.as_tensor(part) for part in dataset)
-    lengths = [len(tensor) if tensor.dim() else None for tensor in tensors]
-    if len(set(lengths)) != 1 or lengths[0] is None:
+    tensors = tuple([part if isinstance(part, Tensor) else torch.as_tensor(part) for part in dataset])
+    lengths = [tensor.shape[0] if tensor.dim() else None for tensor in tensors]
+    if lengths.count(lengths[0]) != len(lengths) or lengths[0] is None:
         raise TaskError(f"the tensors of a data set must have equal lengths, not {lengths}")
     return tensors
 

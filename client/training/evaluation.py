@@ -6,16 +6,16 @@ every global random generator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from roundtable.client.training.arrays import arrays_of
-from roundtable.client.training.batches import asking, ordered_batches
+from roundtable.client.training.batches import Batch, asking, ordered_batches
 from roundtable.client.training.local_training import local_of, module_of
 from roundtable.client.training.local_work import BeforeBatch
 from roundtable.client.training.metrics import Counts, Metrics, add, checked
@@ -26,6 +26,13 @@ from roundtable.core.seeds import derive_seed
 from roundtable.core.task import AnyTask, ArrayTask, in_context
 
 Prepare = Callable[[nn.Module], None]
+
+
+class Measure(Protocol):
+    """Measures the model that is in place."""
+
+    def __call__(self, data: Any, ready: Iterable[Batch] | None = None) -> Metrics:
+        """Gives (sum, count) by name over a client's test data, whose batches may be `ready`."""
 
 
 def evaluate(
@@ -78,7 +85,7 @@ def evaluation(
     context: Context | None = None,
     batches: int | None = None,
     before_batch: BeforeBatch | None = None,
-) -> Iterator[Callable[[Any], Metrics]]:
+) -> Iterator[Measure]:
     """`evaluate` for one data set after the other: the model is put in place once for all of them, and each
     begins with the same seed. A task must not change the model meanwhile; `prepare` may, once, before: an
     algorithm with personal models."""
@@ -91,16 +98,17 @@ def evaluation(
             local = {**local_of(model, layout), **(local or {})}
             arrays = arrays_of(layout, vector, local)
             evaluate_arrays = (task if context is None else in_context(task, context)).evaluate
-            yield lambda data: checked(evaluate_arrays(arrays, data), task)
+            yield lambda data, ready=None: checked(evaluate_arrays(arrays, data), task)
             return
         module = module_of(model).to(device)
         told_task = task if context is None else in_context(task, context)
 
-        def measure(data: Any) -> Metrics:
+        def measure(data: Any, ready: Iterable[Batch] | None = None) -> Metrics:
             seed_all(seed, device)
             sums: Metrics = {}
             counts = Counts(task)
-            for batch in asking(islice(ordered_batches(data, batch_size, device), batches), before_batch):
+            given = ordered_batches(data, batch_size, device) if ready is None else ready
+            for batch in asking(islice(given, batches), before_batch):
                 loss = told_task.loss(module, batch.data)
                 add(sums, {"loss": (float(loss) * batch.size, batch.size)})
                 if (own := getattr(told_task, "metrics", None)) is not None:

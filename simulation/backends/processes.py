@@ -30,6 +30,7 @@ from roundtable.simulation.backend import Backend, Failed, Measured, Trained, Wo
 from roundtable.simulation.backends.local import make_local
 from roundtable.simulation.backends.precision import mixed
 from roundtable.simulation.backends.process_worker import WORKER, decode, start_message
+from roundtable.simulation.backends.sequential import EVALUATED_TOGETHER
 from roundtable.simulation.world.simulated_clients import DATA_BUDGET, Clients
 
 _LOG = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ Answer = Trained | Measured | Failed | tuple[str, int | None]
 _DEATHS_OF_A_CLIENT = 2
 _DEATHS_IN_A_ROW = 6
 _AHEAD = 2
-_NOT_TRAINED_TOGETHER = 16
 _COMMAND = "from roundtable.simulation.backends.process_worker import main; main()"
 
 
@@ -175,7 +175,7 @@ class Processes:
                 ready = self._readable(wait=False)
 
     def _chunk(self, order: _Order) -> int:
-        return self._own.chunk if order.op == "train" else _NOT_TRAINED_TOGETHER
+        return self._own.chunk if order.op == "train" else EVALUATED_TOGETHER
 
     def _shares(self, work: Sequence[Work]) -> list[deque[int]]:
         """Places for each process: where the client's data is, or would be, unless that is out of balance."""

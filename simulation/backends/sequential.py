@@ -5,9 +5,10 @@ from __future__ import annotations
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from roundtable.client.training.algorithm_round import preparation
 from roundtable.client.training.batches import count_examples
-from roundtable.client.training.evaluation import evaluation
+from roundtable.client.training.evaluation import Measure, evaluation
 from roundtable.client.training.local_training import module_of, train
 from roundtable.client.training.local_work import Execution
 from roundtable.client.training.silo_account import Protection
@@ -25,12 +26,13 @@ from roundtable.core.plugins.doors import described, foreign_trace
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.task import initial_state, told
 from roundtable.privacy import NoiseSource, SeededNoise
-from roundtable.simulation.backend import Failed, Measured, Metrics, Trained, Work, World
+from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
+from roundtable.simulation.backends.module_condition import ModuleCondition
 from roundtable.simulation.backends.precision import mixed, trained_task
 from roundtable.simulation.world.simulated_clients import Clients
 
 ROWS_IN_MEMORY = 1 << 30
-_EVALUATED_TOGETHER = 16
+EVALUATED_TOGETHER = 64
 
 Answer = TypeVar("Answer")
 
@@ -127,32 +129,30 @@ class Sequential:
         )
         answers: list[Measured | Failed] = []
         with ExitStack() as stack:
-            opened = answer_of(first, lambda: (self.clients.data(first.index), stack.enter_context(place)))
+            opened = answer_of(first, lambda: (self.clients.data(first.index), self._opened(stack, place)))
             if isinstance(opened, Failed):
                 left.popleft()
                 return [opened]
-            condition = _condition(self._model)
-            while left and len(answers) < _EVALUATED_TOGETHER:
+            condition = ModuleCondition(self._model) if isinstance(self._model, nn.Module) else None
+            while left and len(answers) < EVALUATED_TOGETHER:
                 if answers and (apart or not self._fits(left[0], first, condition)):
                     break
-                answers.append(answer_of(left[0], partial(self._measured, opened[1], left.popleft())))
+                item = left.popleft()
+                following = [] if apart else list(islice(left, EVALUATED_TOGETHER - len(answers) - 1))
+                answers.append(answer_of(item, partial(self._measured, opened[1], item, following)))
         return answers
 
-    def _fits(self, item: Work, first: Work, condition: Sequence[int]) -> bool:
+    def _opened(self, stack: ExitStack, place: AbstractContextManager[Measure]) -> Measure:
+        return stack.enter_context(place)
+
+    def _fits(self, item: Work, first: Work, condition: ModuleCondition | None) -> bool:
         """Whether a client can do with the model as it now is. No data are made where chance is seeded."""
         alike = not (first.local or item.local) and self.clients.hold(item.index)
-        return alike and _condition(self._model) == condition
+        return alike and (condition is None or condition.holds())
 
-    def _measured(self, measure: Callable[[Any], Metrics], item: Work) -> Measured:
+    def _measured(self, measure: Measure, item: Work, following: Sequence[Work]) -> Measured:
+        """What the client measures; those `following` it may be measured in the same condition."""
         return Measured(item.client, measure(self.clients.data(item.index)[1]))
-
-
-def _condition(model: nn.Module | Mapping[str, Tensor]) -> list[int]:
-    """Another one once a task has written to the model, or left a part of it in another mode."""
-    if not isinstance(model, nn.Module):
-        return []
-    versions = [tensor._version for tensor in (*model.parameters(), *model.buffers())]
-    return versions + [module.training for module in model.modules()]
 
 
 def answer_of(item: Work, run: Callable[[], Answer]) -> Answer | Failed:

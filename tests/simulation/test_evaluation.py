@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from simulated_tasks import SIZES, Base, Perceptron, world
+from simulated_tasks import SIZES, Attention, Base, Convolution, Perceptron, Tokens, world
 from torch import Tensor, nn
 
 from roundtable.client import evaluate
 from roundtable.core import Site, initial_state
 from roundtable.simulation.backend import Failed, Measured, Work, World
 from roundtable.simulation.backends.sequential import Sequential, one_thread
+from roundtable.simulation.backends.vectorised.library import load
+from roundtable.simulation.backends.vectorised.recording import Unrecordable, record
+from roundtable.simulation.backends.vectorised.row_forward import ROWS, check_rows
+from roundtable.simulation.backends.vectorised.shared_evaluation import SharedEvaluation
 from roundtable.simulation.world.simulated_clients import Clients
 
 
-class TrainsAndTests(Perceptron):
+class OwnTests(Base):
     """The training data serve as test data."""
 
     def data(self, site: Site) -> tuple[Any, Any]:
         train, _ = super().data(site)
         return train, train
+
+
+class TrainsAndTests(OwnTests, Perceptron):
+    pass
 
 
 class DrawsNumbers(TrainsAndTests):
@@ -68,23 +77,108 @@ class Halved(TrainsAndTests):
         return super().loss(model, batch)
 
 
+class Images(OwnTests, Convolution):
+    """The kernels do not do all of it."""
+
+
+class Sentences(OwnTests, Attention):
+    """Its transposed matrices are the kernels' too."""
+
+
+class Recurrent(OwnTests, Tokens):
+    pass
+
+
+class Remembers(TrainsAndTests):
+    """Its loss reads what the last pass has left in the model."""
+
+    def model(self) -> nn.Module:
+        return _Remembering(nn.Linear(6, 4))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) + model.last  # type: ignore[operator]
+
+
+class _Remembering(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        self.last = found.abs().mean()
+        return found
+
+
+class Mixes(TrainsAndTests):
+    """A row's outputs are relative to the batch."""
+
+    def model(self) -> nn.Module:
+        return _Centred(nn.Linear(6, 4))
+
+
+class _Centred(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class Noisy(TrainsAndTests):
+    def model(self) -> nn.Module:
+        return _Noisy(nn.Linear(6, 4))
+
+
+class _Noisy(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
+class Swaps(TrainsAndTests):
+    """Its metrics are of other weights, of other inputs, and of outputs that it changes."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[float, int]]:
+        x, labels = batch
+        halved = {name: 0.5 * value for name, value in model.state_dict().items()}
+        other = torch.func.functional_call(model, halved, (x,))
+        outputs = model(x).sub_(1.0).relu_()
+        with torch.enable_grad():
+            slope = torch.autograd.grad(model(x.requires_grad_()).sum(), x)[0]
+        x.requires_grad_(False)
+        figures = {
+            "other": other,
+            "moved": model(x + 1.0),
+            "changed": outputs,
+            "again": model(x),
+            "slope": slope,
+        }
+        return {name: (float(value.abs().sum()), len(labels)) for name, value in figures.items()}
+
+
+SHARED = [Images, Sentences, Recurrent, Remembers, Mixes, Noisy, Swaps]
+
+
 def evaluated(
-    place: World, clients: Clients, local: dict[str, Tensor] | None = None
+    place: World,
+    clients: Clients,
+    local: dict[str, Tensor] | None = None,
+    kind: type[Sequential] = Sequential,
+    which: Sequence[int] = range(len(SIZES)),
 ) -> list[Measured | Failed]:
-    work = [Work(place.names[i], i, local if i == 2 else None) for i in range(len(SIZES))]
-    backend = Sequential(place, clients)
+    work = [Work(place.names[i], i, local if i == 2 else None) for i in which]
+    backend = kind(place, clients)
     with one_thread():
         return list(backend.evaluate(1, place.initial.vector, work))
 
 
-@pytest.mark.parametrize("task", [TrainsAndTests, DrawsNumbers, Counts, ForgetsItsMode, Halved])
+@pytest.mark.parametrize("kind", [Sequential, SharedEvaluation])
+@pytest.mark.parametrize("task", [TrainsAndTests, DrawsNumbers, Counts, ForgetsItsMode, Halved, *SHARED])
 @pytest.mark.parametrize("budget", [0, 1 << 20], ids=["data made anew", "data held"])
-def test_each_client_is_measured_as_if_alone(task: type[Base], budget: int) -> None:
+def test_each_client_is_measured_as_if_alone(task: type[Base], budget: int, kind: type[Sequential]) -> None:
+    """To the bit one after the other; where they share passes within rounding, and the same with anyone."""
     place = world(task())
     clients = Clients(place, budget)
     model = initial_state(place.task, place.job.seed)
-    first, again = evaluated(place, clients), evaluated(place, clients)
+    first, again = (evaluated(place, clients, kind=kind) for _ in range(2))
     assert [a for a in again if isinstance(a, Measured)] == [a for a in first if isinstance(a, Measured)]
+    others = [evaluated(place, clients, kind=kind, which=which) for which in ([3], [2, 0], [1])]
+    assert {a.client: a for some in others for a in some if isinstance(a, Measured)} == {
+        a.client: a for a in again if isinstance(a, Measured)
+    }
     for index, answer in enumerate(again):
         if isinstance(answer, Failed):
             assert (task, index) == (Halved, 1), answer.detail
@@ -93,8 +187,78 @@ def test_each_client_is_measured_as_if_alone(task: type[Base], budget: int) -> N
         with one_thread():
             test = Clients(place).data(index)[1]
             alone = evaluate(place.task, model, test, place.layout, place.initial.vector)
-        assert answer == Measured(place.names[index], alone)
+        close = 0.0 if kind is Sequential else 1e-5
+        assert answer.metrics.keys() == alone.keys()
+        for name, (total, count) in alone.items():
+            assert answer.metrics[name] == (pytest.approx(total, rel=close, abs=close), count)
         assert alone["loss"][1] == SIZES[index]
+
+
+@pytest.mark.parametrize(
+    ("task", "joins", "passes"),
+    [
+        (TrainsAndTests, True, 0),
+        (Images, False, 4),
+        (Mixes, False, 4),
+        (Remembers, False, 4),
+        (Noisy, None, 8),
+    ],
+)
+def test_passes_are_shared_where_that_is_the_same(task: type[Base], joins: bool | None, passes: int) -> None:
+    """Four clients' loss and metrics: eight passes alone, one a client, or none but the kernels'."""
+
+    class Asks(task):  # type: ignore[misc,valid-type]
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
+            return {"right": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+
+    if load() is None and joins:
+        pytest.skip("there are no compiled kernels here")
+    place = world(Asks())
+    backend = SharedEvaluation(place, Clients(place))
+    work = [Work(place.names[i], i) for i in range(len(SIZES))]
+    seen: list[int] = []
+    with one_thread():
+        list(backend.evaluate(1, place.initial.vector, work))
+        backend.module.get_submodule("0").register_forward_hook(lambda *_: seen.append(1))
+        list(backend.evaluate(1, place.initial.vector, work))
+    assert (None if backend._outputs is None else backend._outputs.joins) is joins
+    assert len(seen) == passes
+
+
+ROWWISE = {
+    "layers": lambda x: torch.relu(x @ torch.ones(6, 5) + torch.ones(5)).softmax(1),
+    "norm": lambda x: nn.functional.layer_norm(x * 2.0 - x.mean(1, keepdim=True), (6,)),
+    "attention": lambda x: torch.bmm(x.view(ROWS, 3, 2), x.view(ROWS, 3, 2).transpose(1, 2)).sum((1, 2)),
+    "pieces": lambda x: (x.view(ROWS * 2, 3) @ torch.ones(3, 3) + torch.ones(3)).view(ROWS, 6),
+}
+MIXED = {
+    "a mean over rows": lambda x: x - x.mean(0),
+    "a softmax over rows": lambda x: x.softmax(0),
+    "rows on columns": lambda x: x @ x.t(),
+    "another order": lambda x: x.flip(0),
+    "a sum along rows": lambda x: x.cumsum(0),
+    "what differs from row to row": lambda x: x + torch.arange(float(ROWS)).view(ROWS, 1),
+    "a bias for each row": lambda x: torch.addmm(torch.ones(ROWS, 5).cumsum(0), x, torch.ones(6, 5)),
+    "rows as columns": lambda x: x.t().reshape(ROWS, 6) * 1.0,
+    "weights that rows meet": lambda x: torch.ones(ROWS, ROWS).tril() @ x,
+    "the last row": lambda x: x + x[-1],
+    "all rows": lambda x: x * x.sum(),
+}
+
+
+@pytest.mark.parametrize("name", [*ROWWISE, *MIXED])
+def test_what_mixes_rows_is_told_from_its_operations(name: str) -> None:
+    function = (ROWWISE | MIXED)[name]
+    x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1))
+    recording = record(lambda x: [function(x)], [x])
+    moved = function(torch.cat([x[:1] + 1.0, x[:-1]]))[1:]
+    alike = moved.shape[1:] == function(x).shape[1:] and torch.allclose(moved, function(x)[:-1], atol=1e-6)
+    assert alike is (name in ROWWISE), "the example itself"
+    if name in ROWWISE:
+        check_rows(recording)
+    else:
+        with pytest.raises(Unrecordable, match="row"):
+            check_rows(recording)
 
 
 def test_a_clients_own_tensors_are_its_alone() -> None:
@@ -103,6 +267,11 @@ def test_a_clients_own_tensors_are_its_alone() -> None:
     plain = evaluated(place, clients)
     own = evaluated(place, clients, {"2.weight": torch.full((8,), 3.0)})
     assert [a == b for a, b in zip(plain, own, strict=True)] == [True, True, False, True]
+    shared = evaluated(place, clients, {"2.weight": torch.full((8,), 3.0)}, SharedEvaluation)
+    for mine, theirs in zip(shared, own, strict=True):
+        assert isinstance(mine, Measured)
+        assert isinstance(theirs, Measured)
+        assert mine.metrics["loss"] == pytest.approx(theirs.metrics["loss"], rel=1e-5)
 
 
 def test_data_are_made_where_chance_is_not_seeded() -> None:

@@ -44,6 +44,7 @@ from roundtable.simulation.backends.vectorised.library import load
 from roundtable.simulation.backends.vectorised.recorded_steps import Steps, gathered
 from roundtable.simulation.backends.vectorised.recorded_work import Manner
 from roundtable.simulation.backends.vectorised.recording import Unrecordable
+from roundtable.simulation.backends.vectorised.shared_evaluation import SharedEvaluation
 from roundtable.simulation.backends.vectorised.staying import StayingTensors, is_counter, stays
 from roundtable.simulation.world.simulated_clients import Clients
 
@@ -105,9 +106,10 @@ class Vectorised:
         self.world = world
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.clients = clients or Clients(world)
-        self.fallback = Sequential(world, self.clients, str(self.device))
         self.refused = why_not_recorded(world)
         self._barred = self.refused is not None
+        kind = Sequential if self._barred else SharedEvaluation
+        self.fallback = kind(world, self.clients, str(self.device))
         self._recorded = False
         self._steps: Steps | None = None
         self._staying: StayingTensors | None = None
