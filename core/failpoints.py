@@ -52,6 +52,8 @@ AGENT_POINTS = {
 RELAY_POINTS = {
     "update_held": "an update and who signed it are durable at the relay; the silo has no receipt",
     "updates_summed": "a sum and the relay's statement are durable; the coordinator does not know of it",
+    "region_made": "the region's model of a round within it is on the disk; the round is not over",
+    "region_moved": "a round within the region is over, durably; no silo has a receipt or the next order",
     "receipt_handed_on": "the coordinator's receipt is at the relay, which still holds the update",
 }
 POINTS = {**COORDINATOR_POINTS, **AGENT_POINTS, **RELAY_POINTS}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from roundtable.core.errors import SiteFailure
 from roundtable.core.model_delta import Hop
@@ -116,12 +116,17 @@ class UpdateArrived:
     update: Update
 
 
+Within: TypeAlias = Mapping[str, Sequence[Sequence[Any]]]
+"""Of relays the rounds within their regions before a sum: (round, silos, examples, model) of each."""
+
+
 @dataclass(frozen=True)
 class SumArrived:
     """A relay's sum of these updates has arrived: all of them count, or none."""
 
     step: Step
     updates: tuple[Update, ...]
+    within: Within = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -330,7 +335,8 @@ class RoundRecord:
     the new one on the server's own test data, in a simulation. `staleness`: how many models old each update's
     own was, if buffered. `closed`: why no model was made; `model` is the one before. `withheld` names fields
     that may not be told. `population`: how many clients there were; `excused` had no turn at their silo.
-    `transfers`: of each update what its way took (`TransferFigures.known`)."""
+    `transfers`: of each update what its way took (`TransferFigures.known`). `within`: of relays the
+    rounds within their regions."""
 
     round: int
     attempt: int
@@ -356,6 +362,7 @@ class RoundRecord:
     central: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     transfers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     excused: tuple[str, ...] = ()
+    within: Within = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

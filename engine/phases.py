@@ -39,12 +39,18 @@ class Phases:
         summary = self._state.summary
         done, closed = summary.done, summary.closed
         if done < self._job.rounds:
-            self.begin_attempt(done + 1, 1, now)
+            self.begin_attempt(self._following, 1, now)
         elif done and done == closed:
             self._stop_now("failed", f"none of the {done} rounds has made a model; the history says why")
         else:
             without = f", {closed} of them without a model" if closed else ""
             self._stop_now("finished", f"all {done} rounds are done{without}{self._of_the_best()}")
+
+    @property
+    def _following(self) -> int:
+        """The next round that happens here: those within regions happen at relays."""
+        done = self._state.summary.done
+        return self._job.regions.goes_up(done, self._job.rounds) if self._state.regional else done + 1
 
     def begin_attempt(self, number: int, attempt: int, now: float) -> None:
         """Begins an attempt at a round; the ledger authorises it first, where there is a privacy budget."""
@@ -307,8 +313,8 @@ class Phases:
 
     def take_turn(self, now: float) -> None:
         """Begins with the first round, or goes on where the job gave up its turn or was paused."""
-        attempt, following = self._state.attempt, self._state.summary.done + 1
-        if following > self._job.rounds:
+        attempt, following = self._state.attempt, self._following
+        if self._state.summary.done >= self._job.rounds:
             self.next_round(now)
             return
         number = attempt.number + 1 if attempt and attempt.round == following else 1

@@ -48,6 +48,7 @@ def record_of(attempt: Attempt, now: float, private: bool, metrics: Mapping[str,
         central=dict(aggregated.central),
         transfers={n: u.transfer.known() for n, u in sorted(attempt.updates.items()) if u.transfer},
         excused=_excused(attempt),
+        within=dict(sorted(attempt.within.items())),
     )
 
 

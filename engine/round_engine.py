@@ -84,6 +84,8 @@ class RoundEngine:
         population: Population | None = None,
         separation: int = 1,
         strategy: Strategy | None = None,
+        *,
+        regional: bool = False,
     ) -> RoundEngine:
         """The engine of a job that has not started.
 
@@ -91,9 +93,10 @@ class RoundEngine:
         job's seed in a simulation; secret and drawn from the operating system at a coordinator, because
         amplification by sampling holds only against those who cannot predict the sample. `separation` is
         the plan's: the least number of rounds from one contribution of a client to its next. `strategy` is
-        the plan's too; left out, the job's is found by its name.
+        the plan's too; left out, the job's is found by its name. `regional`: as in `EngineState`.
         """
-        return cls(job, EngineState(model, selection_seed, separation=separation), population, strategy)
+        state = EngineState(model, selection_seed, separation=separation, regional=regional)
+        return cls(job, state, population, strategy)
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
         """What is to be done after `event` at time `now` (seconds); never raises for a stale event."""
@@ -261,13 +264,16 @@ class RoundEngine:
         self._take((event.update,), event.step, now)
 
     def _on_sum(self, event: m.SumArrived, now: float) -> None:
-        self._take(event.updates, event.step, now)
+        self._take(event.updates, event.step, now, event.within)
 
-    def _take(self, updates: Sequence[m.Update], step: m.Step, now: float) -> None:
+    def _take(
+        self, updates: Sequence[m.Update], step: m.Step, now: float, within: m.Within | None = None
+    ) -> None:
         """Takes all or, where one of them is not wanted, none: a sum cannot be taken apart."""
         if all(self.wants(update.client, step) == "wanted" for update in updates):
             for update in updates:
                 self._phases.received(update, now)
+            self._context.attempt().within.update(within or {})
             self._phases.proceed(m.TRAIN, now)
 
     def _on_client_failed(self, event: m.ClientFailed, now: float) -> None:

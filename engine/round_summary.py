@@ -16,7 +16,7 @@ from roundtable.engine.stopping import Trend
 
 @dataclass
 class RoundSummary:
-    """`done` rounds are committed, `closed` of them without a model, the last `on_end` one after the other.
+    """`done` rounds are over, `closed` of them without a model, the last `on_end` one after the other.
 
     `recent` holds the contributors of the last `separation` − 1 rounds, in which a client has to rest. The
     trends are of the metric that the job may stop by; `best` is the model that `[keep] best` asks for.
@@ -37,8 +37,8 @@ class RoundSummary:
 
     def add(self, record: RoundRecord, job: JobConfig, separation: int) -> None:
         """Adds a committed round; `separation` is the least number of rounds between two contributions."""
-        self.done += 1
-        self.closed += bool(record.closed)
+        self.closed += record.round - self.done if record.closed else 0
+        self.done = record.round
         self.on_end = self.on_end + 1 if record.closed else 0
         if separation > 1:
             # Published records name those who were left out among the contributors: they rest as well.

@@ -145,6 +145,7 @@ class Attempt:
     - `population`: how many clients there were when training ended.
     - `lines`: of those whose work in the phase that runs stood in line at them, for how long.
     - `measured`: when clients began and ended to measure the round's model, as far as they told.
+    - `within`: of relays the rounds within their regions, as their sums told.
     """
 
     round: int
@@ -172,6 +173,7 @@ class Attempt:
     population: int = 1
     lines: dict[str, InLine] = field(default_factory=dict)
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)
+    within: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> Step:
@@ -182,7 +184,8 @@ class Attempt:
 @dataclass
 class EngineState:
     """A whole job. `stopping` is what was asked for while a commit was under way; `separation` the least
-    number of rounds from one contribution of a client to its next.
+    number of rounds from one contribution of a client to its next. `regional`: rounds within regions happen
+    at relays, and only those that go up happen here.
 
     In buffered rounds `at_work` are those who train, in the order in which they were asked; `buffer` are
     updates that came while a model was being made, for the next; `draws` counts draws of clients.
@@ -205,6 +208,7 @@ class EngineState:
     attempt: Attempt | None = None
     stopping: tuple[JobStatus, str] | None = None
     separation: int = 1
+    regional: bool = False
     clients: dict[str, ClientRecord] = field(default_factory=dict)
     at_work: dict[str, Assignment] = field(default_factory=dict)
     buffer: dict[str, Update] = field(default_factory=dict)

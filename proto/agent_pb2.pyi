@@ -910,6 +910,7 @@ class Instruction(google.protobuf.message.Message):
     SUBMISSION_FIELD_NUMBER: builtins.int
     COUNTED_FIELD_NUMBER: builtins.int
     HOPS_FIELD_NUMBER: builtins.int
+    REGION_FIELD_NUMBER: builtins.int
     deadline_seconds: builtins.float
     """Seconds from now until the answer is worthless."""
     job_config: builtins.str
@@ -936,6 +937,10 @@ class Instruction(google.protobuf.message.Message):
     def hops(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Hop]:
         """Lead from older models of the job to newer ones: an agent that holds one of them need not load the whole model."""
 
+    @property
+    def region(self) -> global___RegionModel:
+        """Of a round that goes on from a region's own model: whose that is."""
+
     def __init__(
         self,
         *,
@@ -948,12 +953,43 @@ class Instruction(google.protobuf.message.Message):
         submission: roundtable.proto.common_pb2.Submission | None = ...,
         counted: roundtable.proto.common_pb2.Step | None = ...,
         hops: collections.abc.Iterable[global___Hop] | None = ...,
+        region: global___RegionModel | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["counted", b"counted", "evaluate", b"evaluate", "exchange", b"exchange", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["counted", b"counted", "deadline_seconds", b"deadline_seconds", "evaluate", b"evaluate", "exchange", b"exchange", "hops", b"hops", "job_config", b"job_config", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["counted", b"counted", "evaluate", b"evaluate", "exchange", b"exchange", "region", b"region", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["counted", b"counted", "deadline_seconds", b"deadline_seconds", "evaluate", b"evaluate", "exchange", b"exchange", "hops", b"hops", "job_config", b"job_config", "region", b"region", "step", b"step", "submission", b"submission", "train", b"train", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["work", b"work"]) -> typing.Literal["train", "evaluate", "exchange"] | None: ...
 
 global___Instruction = Instruction
+
+@typing.final
+class RegionModel(google.protobuf.message.Message):
+    """A relay's word for a model that it has made of its silos' updates, in a round that did not go up."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    START_FIELD_NUMBER: builtins.int
+    ROUNDS_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    start: builtins.str
+    """BLAKE3 of the coordinator's model with which these rounds began, and of the relay's records of the rounds since."""
+    rounds: builtins.str
+    time: builtins.float
+    """Unix time, and the Ed25519 signature of the relay that the Welcome names, over core.signing's statement of this
+    model.
+    """
+    signature: builtins.bytes
+    def __init__(
+        self,
+        *,
+        start: builtins.str = ...,
+        rounds: builtins.str = ...,
+        time: builtins.float = ...,
+        signature: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rounds", b"rounds", "signature", b"signature", "start", b"start", "time", b"time"]) -> None: ...
+
+global___RegionModel = RegionModel
 
 @typing.final
 class Hop(google.protobuf.message.Message):

@@ -32,7 +32,8 @@ def update_values(client: str, header: agent_pb2.UploadHeader) -> dict[str, Any]
 
 def sum_values(relay: str, header: relay_pb2.SumHeader) -> dict[str, Any]:
     """What a relay commits itself to with a sum: of which step, which bytes, of whose updates it is, each
-    with its digest and its examples, and which sums of relays behind it are in it, each signed itself."""
+    with its digest and its examples, which sums of relays behind it are in it, each signed itself, and which
+    rounds within its region have led to it."""
     step = header.step
     return {
         "relay": relay,
@@ -45,7 +46,37 @@ def sum_values(relay: str, header: relay_pb2.SumHeader) -> dict[str, Any]:
             member.silo: [member.header.content.digest, member.header.examples] for member in header.members
         },
         "sums": [[below.relay, below.header.content.digest] for below in header.sums],
+        "within": [region_round(each) for each in header.within],
         "time": header.time,
+    }
+
+
+def region_round(message: relay_pb2.RegionRound) -> list[str | int]:
+    """A round within a region, as its relay's statements name it."""
+    return [
+        message.round,
+        message.model,
+        message.made,
+        message.silos,
+        message.examples,
+        message.members,
+    ]
+
+
+def region_values(relay: str, instruction: agent_pb2.Instruction) -> dict[str, Any]:
+    """What a relay commits itself to with a model of its region: for which step, which bytes, from which of
+    the coordinator's models, and by which rounds it came."""
+    step, model, region = instruction.step, instruction.train.model, instruction.region
+    return {
+        "relay": relay,
+        "job": step.job,
+        "round": step.round,
+        "attempt": step.attempt,
+        "model": model.digest,
+        "size": model.size,
+        "start": region.start,
+        "rounds": region.rounds,
+        "time": region.time,
     }
 
 
@@ -69,4 +100,4 @@ def receipt_values(
     }
 
 
-__all__ = ["receipt_values", "sum_values", "update_values"]
+__all__ = ["receipt_values", "region_round", "region_values", "sum_values", "update_values"]

@@ -271,6 +271,7 @@ class SumHeader(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     ASK_FIELD_NUMBER: builtins.int
     SUMS_FIELD_NUMBER: builtins.int
+    WITHIN_FIELD_NUMBER: builtins.int
     time: builtins.float
     """Unix time, and the relay's Ed25519 signature over core.signing's statement of this sum."""
     signature: builtins.bytes
@@ -292,6 +293,12 @@ class SumHeader(google.protobuf.message.Message):
     def sums(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SumBelow]:
         """Sums of relays behind this one that lie in it, by relay; their silos are none of the members."""
 
+    @property
+    def within(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RegionRound]:
+        """The rounds within its region that led to this sum, in their order. The sum is then what its members make of the
+        last one's model, less the coordinator's.
+        """
+
     def __init__(
         self,
         *,
@@ -304,11 +311,48 @@ class SumHeader(google.protobuf.message.Message):
         offset: builtins.int = ...,
         ask: builtins.bool = ...,
         sums: collections.abc.Iterable[global___SumBelow] | None = ...,
+        within: collections.abc.Iterable[global___RegionRound] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["content", b"content", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ask", b"ask", "certificate", b"certificate", "content", b"content", "members", b"members", "offset", b"offset", "signature", b"signature", "step", b"step", "sums", b"sums", "time", b"time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ask", b"ask", "certificate", b"certificate", "content", b"content", "members", b"members", "offset", b"offset", "signature", b"signature", "step", b"step", "sums", b"sums", "time", b"time", "within", b"within"]) -> None: ...
 
 global___SumHeader = SumHeader
+
+@typing.final
+class RegionRound(google.protobuf.message.Message):
+    """A round that stayed within a region."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    MADE_FIELD_NUMBER: builtins.int
+    SILOS_FIELD_NUMBER: builtins.int
+    EXAMPLES_FIELD_NUMBER: builtins.int
+    MEMBERS_FIELD_NUMBER: builtins.int
+    round: builtins.int
+    model: builtins.str
+    """BLAKE3 of the model that it began with, and of the one that it has made."""
+    made: builtins.str
+    silos: builtins.int
+    """Whose updates are in it: how many silos, their examples, and BLAKE3 of the list of names, digests and examples
+    that the relay keeps.
+    """
+    examples: builtins.int
+    members: builtins.str
+    def __init__(
+        self,
+        *,
+        round: builtins.int = ...,
+        model: builtins.str = ...,
+        made: builtins.str = ...,
+        silos: builtins.int = ...,
+        examples: builtins.int = ...,
+        members: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["examples", b"examples", "made", b"made", "members", b"members", "model", b"model", "round", b"round", "silos", b"silos"]) -> None: ...
+
+global___RegionRound = RegionRound
 
 @typing.final
 class SumBelow(google.protobuf.message.Message):

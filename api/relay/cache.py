@@ -11,9 +11,11 @@ from roundtable.client.door.model_names import ArtifactName
 
 
 class RegionCache:
-    """Keeps the newest few models in a folder; what is there was whole when it came, by its digest."""
+    """Keeps the newest few models in a folder; what is there was whole when it came, by its digest. In `own`
+    are those that the region has made itself."""
 
-    def __init__(self, folder: Path, keep: int, link: Link) -> None:
+    def __init__(self, folder: Path, keep: int, link: Link, own: Path) -> None:
+        self._own = own
         self._folder = folder
         self._models = ModelCache(folder, keep)
         self._link = link
@@ -22,7 +24,10 @@ class RegionCache:
     async def obtain(self, artifact: ArtifactName) -> Path:
         """The model's file. TransferError where it comes with other bytes time and again, ResourceError for
         a full disk."""
-        path = self._folder / f"{artifact.digest}.safetensors"
+        name = f"{artifact.digest}.safetensors"
+        if (own := self._own / name).is_file():
+            return own
+        path = self._folder / name
         if path.is_file() and artifact.digest not in self._coming:
             return path
         task = self._coming.get(artifact.digest)

@@ -15,6 +15,7 @@ from roundtable.core.observability.log_levels import DESCRIPTION, LogLevel, LogL
 from roundtable.core.observability.logs import LogFormat
 from roundtable.core.toml import read_toml, validate
 from roundtable.core.toml_tables import Seconds, Table
+from roundtable.relay.regional_table import RegionalTable
 from roundtable.server.auth.quotas import QuotaTable
 
 
@@ -42,6 +43,9 @@ class RelayTable(Table):
         description="for which a silo waits for the coordinator's receipt before it gets the relay's own",
     )
     quotas: QuotaTable = Field(default_factory=QuotaTable, description="what one silo may hold and use up")
+    regional: RegionalTable | None = Field(
+        None, description="for which jobs rounds within the region are run; left out: for none"
+    )
     metrics: str = Field(
         "", description="address and port of /metrics, /healthz and /readyz, for example 127.0.0.1:9466"
     )
@@ -80,6 +84,7 @@ class RelayConfig:
     models: int = 4
     patience: float = 20.0
     quotas: QuotaTable = field(default_factory=QuotaTable)
+    regional: RegionalTable | None = None
     metrics: str = ""
     log_format: LogFormat = "console"
     log_levels: LogLevels = field(default_factory=dict)

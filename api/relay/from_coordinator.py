@@ -10,6 +10,7 @@ from roundtable.client.door.model_names import ArtifactName
 from roundtable.core.errors import ProtocolError, RoundtableError
 from roundtable.proto import agent_pb2, common_pb2, relay_pb2
 from roundtable.relay.cache import RegionCache
+from roundtable.relay.regional import RegionalRounds
 from roundtable.relay.relay_sums import RelaySums
 from roundtable.relay.silos import Silo, Silos, asked_of
 from roundtable.relay.sum_orders import earlier
@@ -30,11 +31,13 @@ class FromCoordinator:
         held: Callable[[], list[relay_pb2.Bearer]],
         name: str,
         sums: RelaySums,
+        regional: RegionalRounds,
     ) -> None:
         """`identity` is the relay's certificate (PEM) and `name` its name; `held` gives who signed the
         updates that are here."""
         self._name = name
         self._sums = sums
+        self._regional = regional
         self._silos = silos
         self._cache = cache
         self._identity = identity
@@ -73,19 +76,29 @@ class FromCoordinator:
             case "heartbeat":
                 return
             case "instruction":
-                try:
-                    model = silo.note(message.instruction)
-                except ProtocolError as error:
-                    log.warning("%s", error, extra={"site": silo.name})
-                    model = None
-                self._order(silo, message.instruction.step)
-                if model is not None:
-                    task = asyncio.create_task(self._fetch(silo, model))
-                    self._fetching.add(task)
-                    task.add_done_callback(self._fetching.discard)
+                if (instruction := self._regional.ordered(silo, message.instruction)) is not None:
+                    self.instruct(silo, instruction)
+                return
             case "withdraw":
-                self._sums.excused(silo.name, asked_of(message.withdraw.step))
+                withdraw = self._regional.withdrawn(silo.name, message.withdraw)
+                self._sums.excused(silo.name, asked_of(withdraw.step))
+                silo.send(agent_pb2.ToAgent(withdraw=withdraw))
+                return
         silo.send(message)
+
+    def instruct(self, silo: Silo, instruction: agent_pb2.Instruction) -> None:
+        """Tells a silo what to do, and has what it needs for that come."""
+        try:
+            model = silo.note(instruction)
+        except ProtocolError as error:
+            log.warning("%s", error, extra={"site": silo.name})
+            model = None
+        self._order(silo, instruction.step)
+        if model is not None:
+            task = asyncio.create_task(self._fetch(silo, model))
+            self._fetching.add(task)
+            task.add_done_callback(self._fetching.discard)
+        silo.send(agent_pb2.ToAgent(instruction=instruction))
 
     def _order(self, silo: Silo, step: common_pb2.Step) -> None:
         """Has a sum wait for the silo."""

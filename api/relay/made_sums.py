@@ -38,8 +38,8 @@ log = logging.getLogger("roundtable.relay")
 
 LOG_BYTES = 64 << 20
 TAKEN, ANEW = "taken", "made anew"
-_ROOM = 1 << 16
-"""Of a message, for what is beside the members."""
+_ROOM = 1 << 18
+"""Of a message, for what is beside the members: rounds within the region among it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,15 @@ class MadeSum:
     def members(self) -> Mapping[str, str]:
         """Whose updates are in it, with their digests."""
         return {silo: update.digest for silo, update in self.offer.everyone.items()}
+
+
+@dataclass(frozen=True)
+class FromRegion:
+    """The rounds within the region before the step that is added up; and by how much its model is then
+    away from the coordinator's [d], float32, for a sum that goes up."""
+
+    within: Sequence[relay_pb2.RegionRound]
+    moved: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,10 @@ class SumSpool:
         self.summed = 0
         folder.mkdir(parents=True, exist_ok=True)
 
-    def make(self, held: Sequence[Part], terms: SumTerms) -> Summed:
+    def make(self, held: Sequence[Part], terms: SumTerms, region: FromRegion | None = None) -> Summed:
         """Adds updates of one step up, and sums of relays behind this one, in the order of names; the sum is
-        durable. Who is in two of them is in one: the other stays for the next sum. Blocks.
+        durable. Who is in two of them is in one: the other stays for the next sum. `region` says what rounds
+        within the region have led to it. Blocks.
 
         Odd are those that are not what the order asks for, or not finite: the coordinator is to judge them.
         DamagedRows where bytes have changed on this disk, ResourceError for a full one.
@@ -91,7 +101,8 @@ class SumSpool:
         rows = _as_many_as_fit(fitting)
         if not rows:
             return Summed(None, odd)
-        data, spoiled = _masked_sum(rows, terms.ring) if terms.ring else _plain_sum(rows, terms)
+        moved = region.moved if region is not None else None
+        data, spoiled = _masked_sum(rows, terms.ring) if terms.ring else _plain_sum(rows, terms, moved)
         if spoiled:
             return Summed(None, [*odd, *spoiled])
         step = rows[0].offer.at.step
@@ -110,6 +121,7 @@ class SumSpool:
             ],
             time=time.time(),
             certificate=self._identity.certificate,
+            within=region.within if region is not None else (),
         )
         header.signature = sign(self._identity, "sum", sum_values(self._relay, header))
         offer = sum_of(header)
@@ -156,9 +168,16 @@ class SumSpool:
         return made
 
 
-def _plain_sum(rows: Sequence[Part], terms: SumTerms) -> tuple[memoryview, Sequence[Part]]:
-    """The bytes of the mean; and of which updates none can be made."""
+def _plain_sum(
+    rows: Sequence[Part], terms: SumTerms, moved: torch.Tensor | None
+) -> tuple[memoryview, Sequence[Part]]:
+    """The bytes of the mean, with what the region's model has `moved` before; and of which updates none can
+    be made."""
     vector = _mean(rows, terms)
+    if moved is not None:
+        if moved.shape != vector.shape:
+            return memoryview(b""), rows
+        vector = moved + vector
     values: Any = vector.view(torch.uint8).numpy()
     if is_finite(vector):
         return memoryview(values), ()

@@ -34,6 +34,8 @@ from roundtable.relay.forwarding import Forwarding
 from roundtable.relay.from_coordinator import FromCoordinator
 from roundtable.relay.held_updates import Held, Part, RelaySpool
 from roundtable.relay.made_sums import SumSpool
+from roundtable.relay.region_spans import SpanFolder
+from roundtable.relay.regional import RegionalRounds
 from roundtable.relay.relay_page import RelayPage
 from roundtable.relay.relay_sums import RelaySums
 from roundtable.relay.service import RelayAgentService
@@ -86,7 +88,10 @@ class Relay:
             trunk = Trunk(
                 config, revocations, lambda: coordinator.joined(), lambda said: coordinator.hear(said)
             )
-            cache = RegionCache(config.state / "models", config.models, trunk.link)
+            spans = SpanFolder(config.state / "regional", name)
+            cache = RegionCache(config.state / "models", config.models, trunk.link, spans.models)
+            authority = load_credentials(config.credentials).ca
+            receipts = Receipts(identity, lambda: (0, ""), time.time)
 
             def vouch(part: Part) -> None:
                 for bearer in [part.bearer] if isinstance(part, Held) else service.bearers(part.members):
@@ -95,6 +100,21 @@ class Relay:
             summed = SumSpool(config.state / "sums", name, identity)
             sums = RelaySums(trunk.relays, summed, silos, vouch, threads)
             forwarding = Forwarding(trunk.link, spool, vouch, sums)
+            sums.region = regional = RegionalRounds(
+                config.regional,
+                spans,
+                name,
+                identity,
+                authority,
+                cache,
+                silos,
+                sums,
+                receipts,
+                threads,
+                config.patience,
+                trunk.send,
+                lambda silo, instruction: coordinator.instruct(silo, instruction),
+            )
             coordinator = FromCoordinator(
                 silos,
                 cache,
@@ -104,10 +124,10 @@ class Relay:
                 lambda: [held.bearer for held in forwarding.all()],
                 name,
                 sums,
+                regional,
             )
-            callers = CertifiedCallers(config.credentials, load_credentials(config.credentials).ca, time.time)
-            receipts = Receipts(identity, lambda: (0, ""), time.time)
-            relayed = RelayedSilos(callers, load_credentials(config.credentials).ca, name)
+            callers = CertifiedCallers(config.credentials, authority, time.time)
+            relayed = RelayedSilos(callers, authority, name)
             service = RelayAgentService(
                 silos,
                 relayed,
@@ -120,8 +140,8 @@ class Relay:
                 config.heartbeat,
                 config.patience,
                 sums,
+                regional,
             )
-            authority = load_credentials(config.credentials).ca
             below = SumsBelow(config.state / "below", silos, relayed, authority, sums, service.ask, threads)
             server, behind = self._serve(service, callers, relayed, below)
             page = RelayPage(config.state, config.credentials, silos, trunk, forwarding, sums, summed)
@@ -129,6 +149,7 @@ class Relay:
                 async with AsyncExitStack() as stack:
                     self.metrics_port = await stack.enter_async_context(monitored(config.metrics, page))
                     sums.recover()
+                    regional.recover()
                     for held in spool.recover():
                         forwarding.start(held, fresh=False)
                     sums.start()
@@ -150,6 +171,7 @@ class Relay:
                 await server.stop(STOP_SECONDS)
                 await forwarding.close()
                 await sums.close()
+                await regional.close()
                 threads.shutdown(wait=True)
 
     def _serve(

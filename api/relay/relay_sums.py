@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -30,9 +30,10 @@ from roundtable.core.machine.file_access import PLAIN_READ, read_at
 from roundtable.core.observability.logs import request_metadata, requesting
 from roundtable.proto import CHUNK_BYTES, agent_pb2, common_pb2, relay_pb2
 from roundtable.relay.held_updates import Held, HeldSum, Part
-from roundtable.relay.made_sums import ANEW, TAKEN, MadeSum, SumSpool
-from roundtable.relay.silos import Asked, Silos
+from roundtable.relay.made_sums import ANEW, TAKEN, FromRegion, MadeSum, SumSpool
+from roundtable.relay.silos import Asked, Silos, asked_in
 from roundtable.relay.sum_orders import SumOrder
+from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.services import transfer
 
 log = logging.getLogger("roundtable.relay")
@@ -55,7 +56,7 @@ class _StepSums:
     def __init__(self) -> None:
         self.awaited: set[str] = set()
         self.order: SumOrder | None = None
-        self.closes = 0.0
+        self.closes = self.blind = self.grace = self.patience = 0.0
         self.waiting: dict[str, _Waiting] = {}
         self.made: list[MadeSum] = []
         self.changed = asyncio.Event()
@@ -68,6 +69,28 @@ class _StepSums:
             del self.waiting[part.name]
             if not waits.outcome.done():
                 waits.outcome.set_result(part.answer(told, problem))
+
+
+class Region(Protocol):
+    """Whoever takes the sums of rounds within the region (`regional.py`)."""
+
+    async def take(self, made: MadeSum) -> relay_pb2.SumReceipt | None:
+        """The receipt for a sum that stays here; None for one of the coordinator's."""
+
+    async def part(self, asked: Asked) -> FromRegion | None:
+        """What goes along with a sum of this step."""
+
+    def is_within(self, asked: Asked) -> bool:
+        """Whether updates of this step stay here."""
+
+    def is_over(self, asked: Asked) -> bool:
+        """Whether it is decided about them."""
+
+    def receipt(self, silo: str, offer: UploadOffer) -> agent_pb2.UploadReceipt | None:
+        """The receipt for an update about which was decided there."""
+
+    def refused(self, part: Part, problem: str) -> dict[str, agent_pb2.UploadReceipt]:
+        """Receipts for updates that stay here and can be part of no sum."""
 
 
 class RelaySums:
@@ -87,6 +110,7 @@ class RelaySums:
         self._silos = silos
         self._vouch = vouch
         self._threads = threads
+        self.region: Region | None = None
         self._steps: OrderedDict[Asked, _StepSums] = OrderedDict()
 
     def recover(self) -> None:
@@ -108,6 +132,24 @@ class RelaySums:
         if silo not in step.waiting:
             step.awaited.add(silo)
 
+    def expect(self, asked: Asked, patience: float, seconds: float, *, blind: bool = False) -> None:
+        """Has a sum of this step wait `patience` seconds for a silo that has left; after a restart, `blind`,
+        for whoever comes, and be closed after `seconds`."""
+        step, now = self._step(asked), time.monotonic()
+        step.patience = patience
+        if blind:
+            step.blind, step.closes = now + patience, now + max(seconds, patience)
+
+    def waits_for(self, silo: str, asked: Asked) -> bool:
+        """Whether the silo's update of this step is here and waits to be added up."""
+        step = self._steps.get(asked)
+        return step is not None and silo in step.waiting
+
+    def works_on(self, asked: Asked) -> bool:
+        """Whether there is anything to be added up, or a sum about which nothing is decided."""
+        step = self._steps.get(asked)
+        return step is not None and bool(step.waiting or step.made)
+
     def order_of(self, asked: Asked) -> SumOrder | None:
         """What was said of adding this step's updates up, whoever was asked and is here now."""
         step = self._steps.get(asked)
@@ -122,6 +164,7 @@ class RelaySums:
     def left(self) -> None:
         """A silo's stream has ended: it is not waited for before it is back."""
         for step in self._steps.values():
+            step.grace = time.monotonic() + step.patience
             step.changed.set()
 
     async def outcome(self, held: Held) -> agent_pb2.UploadReceipt | None:
@@ -131,6 +174,8 @@ class RelaySums:
         """
         if held.terms is None:
             return None
+        if self.region is not None and self.region.is_over(asked_in(held.offer)):
+            return self.region.receipt(held.silo, held.offer)
         receipt: agent_pb2.UploadReceipt | None = await self._answered(held)
         return receipt
 
@@ -191,13 +236,22 @@ class RelaySums:
             log.exception("updates cannot be added up, and are handed on as they are")
             step.made.clear()
             for waits in list(step.waiting.values()):
-                step.settle(waits.part, {}, "it cannot be added up: the relay's log says why")
+                self._refuse(step, waits.part, "it cannot be added up: the relay's log says why")
+
+    def _refuse(self, step: _StepSums, part: Part, problem: str) -> None:
+        """An update can be part of no sum: it is handed on, if not one of a round within the region."""
+        within = self.region is not None and self.region.is_within(asked_in(part.offer))
+        step.settle(part, self.region.refused(part, problem) if within and self.region else {}, problem)
 
     async def _due(self, step: _StepSums) -> None:
         """Waits until a sum is to be closed."""
         while step.waiting:
-            left = step.closes - time.monotonic()
-            if left <= 0 or not any(self._silos.get(silo) for silo in step.awaited):
+            now = time.monotonic()
+            waits = [] if any(self._silos.get(silo) for silo in step.awaited) else [step.blind]
+            if waits and step.awaited:
+                waits.append(step.grace)
+            left = min(step.closes, max(waits, default=step.closes)) - now
+            if left <= 0:
                 return
             step.changed.clear()
             with suppress(TimeoutError):
@@ -209,7 +263,8 @@ class RelaySums:
         if not here or here[0].terms is None:
             return
         try:
-            summed = await transfer.in_thread(self._threads, self._spool.make, here, here[0].terms)
+            region = await self.region.part(asked_in(here[0].offer)) if self.region is not None else None
+            summed = await transfer.in_thread(self._threads, self._spool.make, here, here[0].terms, region)
         except DamagedRows as error:
             for name, waits in list(step.waiting.items()):
                 if waits.part.offer.digest in error.digests:
@@ -222,16 +277,16 @@ class RelaySums:
             return
         for each in summed.odd:
             log.warning("what came from %s cannot be added up", each.name)
-            step.settle(each, {}, "it is not what the job asks for, or not finite")
+            self._refuse(step, each, "it is not what the job asks for, or not finite")
         if summed.made is not None:
             step.made.append(summed.made)
 
     async def _send(self, step: _StepSums, made: MadeSum) -> None:
         """Sends a sum until the coordinator has decided about it, and tells those who wait."""
-        if made.path.exists():
-            receipt = await self._until_decided(step, made)
-        else:
-            receipt = relay_pb2.SumReceipt()
+        receipt = await self.region.take(made) if self.region is not None else None
+        if receipt is None:
+            there = made.path.exists()
+            receipt = await self._until_decided(step, made) if there else relay_pb2.SumReceipt()
         if receipt is None:
             return
         decided = {each.silo: each.receipt for each in receipt.members if each.silo in made.members}
@@ -245,8 +300,10 @@ class RelaySums:
         for part in [waits.part for waits in step.waiting.values()]:
             if all(made.members.get(silo) == update.digest for silo, update in part.members.items()):
                 told = {silo: decided[silo] for silo in part.members if silo in decided}
-                if told or problem:
-                    step.settle(part, told, problem)
+                if told:
+                    step.settle(part, told)
+                elif problem:
+                    self._refuse(step, part, problem)
 
     async def _until_decided(self, step: _StepSums, made: MadeSum) -> relay_pb2.SumReceipt | None:
         """The coordinator's receipt; None where the sum was damaged here, and is made anew."""

@@ -22,6 +22,7 @@ from roundtable.proto.pieces import Piece
 from roundtable.relay.cache import RegionCache
 from roundtable.relay.forwarding import Forwarding, for_silo
 from roundtable.relay.held_updates import MOST_HELD, RelaySpool, key_of
+from roundtable.relay.regional import RegionalRounds
 from roundtable.relay.relay_sums import RelaySums
 from roundtable.relay.silos import Silo, Silos, asked_of, fits
 from roundtable.relay.sum_orders import SumTerms
@@ -64,8 +65,10 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         heartbeat: float,
         patience: float,
         sums: RelaySums,
+        regional: RegionalRounds,
     ) -> None:
         self._sums = sums
+        self._regional = regional
         self._silos = silos
         self._relayed = relayed
         self._borne: dict[str, relay_pb2.Bearer] = {}
@@ -157,6 +160,8 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
     @override
     async def UploadStatus(self, request: agent_pb2.UploadHeader, context: Context) -> agent_pb2.UploadState:
         name, offer = caller(context), offer_of(request)
+        if (given := self._regional.receipt(name, offer)) is not None:
+            return agent_pb2.UploadState(receipt=given)
         if self._holds(name, offer):
             return agent_pb2.UploadState(receipt=await self._outcome(name, offer))
         if self._most(name, offer) is None or not offer.layout:
@@ -177,7 +182,9 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         offer = offer_of(header)
         if offer.flaw:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, offer.flaw)
-        decided = None if self._holds(name, offer) else await self._take(name, header, offer, parts)
+        decided = self._regional.receipt(name, offer)
+        if decided is None and not self._holds(name, offer):
+            decided = await self._take(name, header, offer, parts)
         return decided or await self._outcome(name, offer)
 
     @override
@@ -250,7 +257,8 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
         elif kind == "hello":
             silo.end("a second hello")
             return
-        self._say(silo, message)
+        if (said := self._regional.upwards(silo.name, message)) is not None:
+            self._say(silo, said)
 
     def _holds(self, name: str, offer: UploadOffer) -> bool:
         held = self._forwarding.held(key_of(name, offer))
@@ -295,6 +303,8 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
                 grpc.StatusCode.UNAVAILABLE,
                 "the job's updates are added up here, and the order for this one is not here yet; come again",
             )
+        if forged := self._regional.forged(name, offer, bearer.identity):
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, forged)
         writer = self._spool.writer(name, offer)
         try:
             await transfer.in_thread(self._threads, writer.open)

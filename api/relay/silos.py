@@ -15,6 +15,8 @@ from roundtable.core.errors import ProtocolError
 from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, common_pb2, relay_pb2
 from roundtable.relay.sum_orders import SumOrder, sum_order_of
 from roundtable.server.door import to_agents
+from roundtable.server.door.agent_messages import UploadOffer
+from roundtable.server.door.from_relays import SumOffer
 
 log = logging.getLogger("roundtable.relay")
 
@@ -153,6 +155,12 @@ def fits(message: agent_pb2.FromAgent) -> bool:
 def asked_of(step: common_pb2.Step) -> Asked:
     """The key of a step in a message."""
     return step.job, step.round, step.attempt, step.phase
+
+
+def asked_in(offer: UploadOffer | SumOffer) -> Asked:
+    """The key of the step of what is offered."""
+    step = offer.at.step
+    return offer.at.job, step.round, step.attempt, step.phase
 
 
 def _remember(kept: OrderedDict[Any, Any], key: object, value: object) -> None:

@@ -62,7 +62,7 @@ def sum_order_of(instruction: StepInstruction) -> SumOrder | None:
     if not isinstance(work, ModelWork) or instruction.step.phase != "train":
         return None
     try:
-        job = _job(instruction.config)
+        job = job_in(instruction.config)
     except ConfigError as error:
         raise ProtocolError(f"the job of {instruction.step} cannot be read: {error}") from error
     masking = masking_of(job.privacy)
@@ -81,5 +81,6 @@ def earlier(order: SumOrder, name: str, way: str) -> SumOrder:
 
 
 @lru_cache(maxsize=16)
-def _job(config: str) -> JobConfig:
+def job_in(config: str) -> JobConfig:
+    """The job of an order; ConfigError for one that cannot be read."""
     return job_from_json(config)

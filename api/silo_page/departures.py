@@ -122,7 +122,7 @@ class Departures:
         action, detail = str(entry["action"]), entry["detail"]
         if entry["actor"] == "coordinator" or action == "refused":
             self.heard = float(entry["time"])
-        if action in ("receipt", "held"):
+        if action in ("receipt", "held", "region_receipt"):
             self._prove(action, detail)
             return
         if action == "answered":
@@ -159,6 +159,7 @@ class Departures:
             sent.proof = sent.proof or "held by the relay"
         else:
             word = str(detail.get("status", "receipt")).lower()
+            word = f"{word} within the region" if action == "region_receipt" else word
             sent.proof = word if detail.get("signed") else f"{word}, not signed soundly"
             del self._waiting[_key(detail)]
 

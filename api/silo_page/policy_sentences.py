@@ -73,6 +73,11 @@ _SET: Mapping[str, Callable[[Any], str]] = {
     "relay_sums": lambda _: (
         "A job whose relays add updates up is refused: this silo's updates go on by themselves."
     ),
+    "regional_models": lambda relays: (
+        f"Between two rounds that go up, models of the relays {', '.join(relays)} are trained from."
+        if relays
+        else "Jobs whose regions have rounds of their own are refused."
+    ),
     "hours": lambda span: f"Work begins only at {span}, by this machine's clock.",
     "metrics": lambda which: (
         "Losses and figures leave." if which == "all" else "No loss and no figure leaves."

@@ -17,20 +17,22 @@ from typing import Any, Literal
 from roundtable.client.agent.revocations import Revocations
 from roundtable.client.agent.silo_log import NAME, SiloLog
 from roundtable.client.agent.spool import Finished
-from roundtable.client.door.incoming import ExchangeWork, Receipt, StepInstruction, SubmissionProof
+from roundtable.client.door.incoming import ExchangeWork, Receipt, StepInstruction
 from roundtable.client.door.outgoing import ProgressFigures, UpdateFigures, receipt_statement, sign_update
+from roundtable.client.door.submissions import SubmissionProof
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.analysis_rules import asked_in, too_many_today
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
 from roundtable.client.policy.privacy_rules import objections_to_sum
+from roundtable.client.policy.region_models import RegionWord, check_region, is_within
 from roundtable.client.policy.rules import Metrics
 from roundtable.client.sharing.line_sharing import LineSharing
 from roundtable.client.sharing.silo_report import RecentLines
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import TrainedUpdate
 from roundtable.core.config import JobConfig, job_from_json
-from roundtable.core.errors import IdentityError, RoundtableError
+from roundtable.core.errors import IdentityError
 from roundtable.core.identity.credentials import CA_CERTIFICATE, load_silo_identity, verify_identity
 from roundtable.core.identity.signing import (
     check_submission,
@@ -84,6 +86,7 @@ class Gatekeeper:
             reasons += too_many_today(self._config.policy.analyses, job, known, self._jobs)
             reasons += self._to_decision(known, bool(reasons))
             reasons += self._to_step(step, instruction, job, known)
+            region = self._region(instruction, job) if not reasons else {}
             if self._jobs.get(known.id) is None:
                 (self._jobs.ask if reasons else self._jobs.remember)(known)
         except IdentityError as error:
@@ -100,6 +103,7 @@ class Gatekeeper:
             attempt=step.attempt,
             phase=step.phase,
             model=_model(instruction),
+            **({"region": region} if region else {}),
             submitter=known.submitter,
         )
         task = self.rules.task_name(job.task.name)
@@ -198,41 +202,67 @@ class Gatekeeper:
 
         That may be this machine's clock alone; who checks the log later judges by the times that it states.
         """
-        step = finished.step
-        values = receipt_statement(self.name, step, finished.content, receipt)
-        problem = self._problem_of(values, receipt.signature)
-        if problem:
-            _log.error("%s: the coordinator's receipt does not hold: %s", step, problem)
-        proof = {"signature": receipt.signature.hex(), "certificate": self._coordinator.decode()}
-        wrong = {"problem": problem} if problem else {}
-        self.silo_log.note("coordinator", "receipt", step.job, **values, signed=not problem, **proof, **wrong)
+        if self._stays_within(finished.step):
+            self._prove("relay", "region_receipt", finished, receipt, self._relay)
+        else:
+            self._prove("coordinator", "receipt", finished, receipt, self._coordinator)
 
     def held(self, finished: Finished, receipt: Receipt) -> None:
         """Notes that the relay has the update, as it signed that; the coordinator's word is still to come."""
+        self._prove("relay", "held", finished, receipt, self._relay)
+
+    def _prove(
+        self,
+        role: Literal["coordinator", "relay"],
+        action: str,
+        finished: Finished,
+        receipt: Receipt,
+        shown: bytes,
+    ) -> None:
         values = receipt_statement(self.name, finished.step, finished.content, receipt)
-        problem = self._problem_of(values, receipt.signature, "relay")
+        problem = self._problem_of(values, receipt.signature, role, shown)
         if problem:
-            _log.error("%s: the relay's receipt does not hold: %s", finished.step, problem)
-        proof = {"signature": receipt.signature.hex(), "certificate": self._relay.decode()}
+            _log.error("%s: the %s's receipt does not hold: %s", finished.step, role, problem)
+        proof = {"signature": receipt.signature.hex(), "certificate": shown.decode()}
         wrong = {"problem": problem} if problem else {}
-        self.silo_log.note("relay", "held", finished.step.job, **values, signed=not problem, **proof, **wrong)
+        self.silo_log.note(role, action, finished.step.job, **values, signed=not problem, **proof, **wrong)
 
     def _problem_of(
         self,
         values: Mapping[str, Any],
         signature: bytes,
-        role: Literal["coordinator", "relay"] = "coordinator",
+        role: Literal["coordinator", "relay"],
+        shown: bytes,
     ) -> str:
-        shown = self._relay if role == "relay" else self._coordinator
         if not signature or not shown:
             return "it has no signature"
         try:
-            ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
-            verify(shown, ca, role, "receipt", values, signature)
+            verify(shown, self._authority, role, "receipt", values, signature)
             self.revocations.check(shown, f"the {role}'s identity")
         except IdentityError as error:
             return str(error)
         return ""
+
+    @property
+    def _authority(self) -> bytes:
+        return (self._config.credentials / CA_CERTIFICATE).read_bytes()
+
+    def _region(self, instruction: StepInstruction, job: JobConfig) -> dict[str, Any]:
+        """What the relay has signed of a region's model; IdentityError for one that is not taken here."""
+        step, origin = instruction.step, instruction.region
+        if step.phase != _TRAIN or (job.regions.rounds == 1 and origin is None):
+            return {}
+        word = RegionWord(origin.statement, origin.time, origin.signature) if origin else RegionWord()
+        trusted = self._config.policy.regional_models
+        region = check_region(word, job, step.round, self._relay, self._authority, trusted)
+        if region:
+            self.revocations.check(self._relay, "the relay's identity")
+        return region
+
+    def _stays_within(self, step: StepKey) -> bool:
+        """Whether it is a relay that decides about the update."""
+        known = self._jobs.get(step.job)
+        return known is not None and is_within(job_from_json(known.config), step.round, step.phase)
 
     def close(self) -> None:
         """Signs the log up to its end."""
@@ -276,7 +306,7 @@ class Gatekeeper:
 
         Under a series one signature stands for all its runs, each not before it has come due so often.
         """
-        ca = (self._config.credentials / CA_CERTIFICATE).read_bytes()
+        ca = self._authority
         request, run = signed_request(submission.request_id, bool(job.queue.repeat))
         values = job_values(
             config,
@@ -365,33 +395,3 @@ def _noted(metrics: Metrics) -> dict[str, list[float | str]]:
 def _model(instruction: StepInstruction) -> str:
     """The digest of the model that a step begins with; an exchange has none."""
     return "" if isinstance(instruction.work, ExchangeWork) else instruction.work.model.digest
-
-
-def steps_of_instruction(instruction: StepInstruction, job: JobConfig) -> int | None:
-    """The steps that the coordinator gives this silo by its speed; None where the job says them for all.
-
-    WorkFailed where it gives more than the job's most, or does so for a job that leaves it no choice.
-    """
-    work, table = instruction.work, job.algorithm
-    if isinstance(work, ExchangeWork) or work.kind != "train":
-        return None
-    by_speed = table.work == "by_speed"
-    if by_speed != (work.steps is not None) or (work.steps or 0) > (table.steps or 0):
-        asked = f"{work.steps or 'no number of'} steps"
-        raise WorkFailed(
-            "protocol_violation",
-            f"the coordinator asked for {asked}, and the job says work = {table.work!r} with at most "
-            f"{table.steps} steps",
-        )
-    return work.steps
-
-
-def job_of(instruction: StepInstruction) -> JobConfig:
-    """The job that an instruction belongs to; WorkFailed where its configuration cannot be read."""
-    try:
-        return job_from_json(instruction.config)
-    except (RoundtableError, ValueError) as error:
-        raise WorkFailed(
-            "protocol_violation",
-            f"the job's configuration cannot be read by this version of the agent: {error}",
-        ) from error

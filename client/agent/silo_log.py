@@ -115,7 +115,7 @@ class SiloLog:
         sent: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         for line in lines:
-            if '"action":"sent"' not in line and '"action":"receipt"' not in line:
+            if not any(f'"action":"{action}"' in line for action in ("sent", "receipt", "region_receipt")):
                 continue
             found = json.loads(line)["entry"]
             detail, is_sent = found["detail"], found["action"] == "sent"

@@ -17,7 +17,7 @@ from math import nan
 
 from roundtable.client.agent.agent_observer import AgentObserver
 from roundtable.client.agent.connection import Link
-from roundtable.client.agent.gatekeeper import Gatekeeper, job_of, steps_of_instruction
+from roundtable.client.agent.gatekeeper import Gatekeeper
 from roundtable.client.agent.model_cache import ModelCache
 from roundtable.client.agent.release_ledger import ReleaseLedger, model_values, refusing
 from roundtable.client.agent.secure_attempts import (
@@ -36,8 +36,8 @@ from roundtable.client.policy.health import HealthChecks
 from roundtable.client.step_key import StepKey, about
 from roundtable.client.trainer import Figures, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
-from roundtable.core.config import JobConfig
-from roundtable.core.errors import ResourceError
+from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.errors import ResourceError, RoundtableError
 from roundtable.core.failpoints import failpoint
 from roundtable.core.foreign_text import printable
 from roundtable.core.observability.transfer_figures import ModelArrival
@@ -242,3 +242,33 @@ def told_encoding(job: JobConfig, told: str) -> str:
             "refused", f"the coordinator asks for an update as {shown!r}, which the job's [transfer] does not"
         )
     return chain
+
+
+def steps_of_instruction(instruction: StepInstruction, job: JobConfig) -> int | None:
+    """The steps that the coordinator gives this silo by its speed; None where the job says them for all.
+
+    WorkFailed where it gives more than the job's most, or does so for a job that leaves it no choice.
+    """
+    work, table = instruction.work, job.algorithm
+    if isinstance(work, ExchangeWork) or work.kind != "train":
+        return None
+    by_speed = table.work == "by_speed"
+    if by_speed != (work.steps is not None) or (work.steps or 0) > (table.steps or 0):
+        asked = f"{work.steps or 'no number of'} steps"
+        raise WorkFailed(
+            "protocol_violation",
+            f"the coordinator asked for {asked}, and the job says work = {table.work!r} with at most "
+            f"{table.steps} steps",
+        )
+    return work.steps
+
+
+def job_of(instruction: StepInstruction) -> JobConfig:
+    """The job that an instruction belongs to; WorkFailed where its configuration cannot be read."""
+    try:
+        return job_from_json(instruction.config)
+    except (RoundtableError, ValueError) as error:
+        raise WorkFailed(
+            "protocol_violation",
+            f"the job's configuration cannot be read by this version of the agent: {error}",
+        ) from error

@@ -12,7 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from roundtable.client.door.model_names import ArtifactName, ModelHop, artifact_of, hops_of
+from roundtable.client.door.model_names import (
+    ArtifactName,
+    ModelHop,
+    RegionOrigin,
+    artifact_of,
+    hops_of,
+    region_of,
+)
+from roundtable.client.door.submissions import SubmissionProof, submission_of
 from roundtable.client.step_key import StepKey
 from roundtable.core import bounds
 from roundtable.core.errors import ProtocolError
@@ -21,7 +29,6 @@ from roundtable.proto import MAX_MESSAGE_BYTES, agent_pb2, common_pb2
 
 _MOST_SECONDS = 10 * 366 * 86400.0
 _BEAT_SECONDS = (0.05, 3600.0)
-_NAME_CHARACTERS = 500
 _CHAIN_CHARACTERS = 200
 _CONFIG_CHARACTERS = 1 << 20
 _NONCE_BYTES = 64
@@ -95,24 +102,11 @@ class ExchangeWork:
 
 
 @dataclass(frozen=True)
-class SubmissionProof:
-    """Who asked for a job, and the proof of it."""
-
-    submitter: str
-    request_id: str
-    signature: bytes
-    certificate: bytes
-    initial_model: str
-    time: float
-    coordinator: str
-
-
-@dataclass(frozen=True)
 class StepInstruction:
     """One thing to do within `seconds` of its arrival; `config` is the whole job as JSON, unparsed.
 
     `counted`: the newest of the silo's training steps of the job whose update is in the model, or in one
-    before it. `hops` lead from older models of the job to newer ones.
+    before it. `hops` lead from older models of the job to newer ones. `region`: whose a region's model is.
     """
 
     step: StepKey
@@ -122,6 +116,7 @@ class StepInstruction:
     submission: SubmissionProof
     counted: StepKey | None = None
     hops: tuple[ModelHop, ...] = ()
+    region: RegionOrigin | None = None
 
 
 @dataclass(frozen=True)
@@ -321,9 +316,10 @@ def _instruction(message: agent_pb2.ToAgent) -> StepInstruction:
         bounds.within(asked.deadline_seconds, 0.0, _MOST_SECONDS, "the seconds until a deadline"),
         bounds.text(asked.job_config, _CONFIG_CHARACTERS, "a job's configuration"),
         work,
-        _submission(asked.submission),
+        submission_of(asked.submission),
         _counted(asked.counted, step) if asked.HasField("counted") else None,
         hops_of(asked.hops),
+        region_of(asked),
     )
 
 
@@ -333,19 +329,6 @@ def _counted(message: common_pb2.Step, step: StepKey) -> StepKey:
     if (counted.job, counted.phase) != (step.job, "train") or counted.round > latest:
         raise ProtocolError(f"an instruction for {step} says that {counted} is in its model")
     return counted
-
-
-def _submission(message: common_pb2.Submission) -> SubmissionProof:
-    model = message.initial_model
-    return SubmissionProof(
-        bounds.text(message.submitter, _NAME_CHARACTERS, "a submitter's name"),
-        bounds.text(message.request_id, _NAME_CHARACTERS, "a request's identifier"),
-        bounds.bounded(message.signature, bounds.SIGNATURE_BYTES, "a submitter's signature"),
-        bounds.bounded(message.certificate, bounds.CERTIFICATE_BYTES, "a submitter's certificate"),
-        model and bounds.digest(model, "a job's initial model"),
-        bounds.within(message.time, 0.0, bounds.LATEST, "the time of a signature"),
-        bounds.text(message.coordinator, _NAME_CHARACTERS, "a coordinator's name"),
-    )
 
 
 def _withdrawal(message: agent_pb2.ToAgent) -> Withdrawal:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from roundtable.core import bounds
 from roundtable.core.model_delta import NAME_LENGTH
 from roundtable.proto import agent_pb2, common_pb2
+from roundtable.proto.receipts import region_values
 
 _MOST_HOPS = 64
 
@@ -28,6 +30,28 @@ class ModelHop:
     base: str
     model: str
     delta: ArtifactName
+
+
+@dataclass(frozen=True)
+class RegionOrigin:
+    """A relay's word that a model is its region's: what it has signed at `time`, but for its own name."""
+
+    statement: Mapping[str, Any]
+    time: float
+    signature: bytes
+
+
+def region_of(instruction: agent_pb2.Instruction) -> RegionOrigin | None:
+    """Whose model an instruction names, None for the coordinator's; ProtocolError for what cannot be."""
+    if not instruction.HasField("region"):
+        return None
+    region = instruction.region
+    bounds.digest(region.start, "the model that a region began with")
+    bounds.digest(region.rounds, "the records of a region's rounds")
+    time = bounds.within(region.time, 0.0, bounds.LATEST, "the time of a region's model")
+    signature = bounds.bounded(region.signature, bounds.SIGNATURE_BYTES, "the signature of a region's model")
+    statement = {name: value for name, value in region_values("", instruction).items() if name != "relay"}
+    return RegionOrigin(statement, time, signature)
 
 
 def hops_of(messages: Sequence[agent_pb2.Hop]) -> tuple[ModelHop, ...]:

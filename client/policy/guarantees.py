@@ -34,6 +34,8 @@ _SENTENCES = {
     "approval": "against everybody: no job runs that nobody here has read",
     "rounds": "against the coordinator: the silo's own ledger counts what left for each job",
     "relay_sums": "against the relays on this silo's way: none puts a sum of its own making in its place",
+    "regional_models": "against relays that are not named: no model of theirs is trained from; a named one "
+    "may show any model between two rounds that go up, under its signature",
     "bases": "against whoever submits jobs: rt.HuggingFaceTask reads its base there or in the cache alone; "
     "other code of a task is not held to it",
     "metrics": "against the coordinator: no metric leaves",

@@ -122,6 +122,11 @@ class PolicyTable(Table):
     relay_sums: Literal["allow", "refuse"] = Field(
         "allow", description="refuse: no jobs whose relays add updates up (regions.sum) before they go on"
     )
+    regional_models: list[str] = Field(
+        default_factory=list,
+        description="relays whose models this silo works with between rounds that go up (regions.rounds); "
+        "none: no jobs that have such rounds",
+    )
     hours: str | None = Field(None, description='when work may begin, local time, for example "20:00-06:00"')
     metrics: Literal["all", "none"] = Field(
         "all", description="none: no metric and no loss leaves the silo, inside a secure sum neither"

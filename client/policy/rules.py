@@ -164,6 +164,11 @@ class Rules:
                 "relays add up the job's updates (regions.sum), so that what counts is a relay's word, and "
                 "this silo does not allow that ([policy] relay_sums)"
             )
+        if job.regions.rounds > 1 and not self.policy.regional_models:
+            yield (
+                f"up to {job.regions.rounds - 1} rounds on end the job works with a relay's own models "
+                "(regions.rounds), and this silo takes no relay's ([policy] regional_models)"
+            )
 
     def _to_time(self, now: datetime) -> Iterator[str]:
         if self.policy.hours is None:

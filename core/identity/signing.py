@@ -7,7 +7,8 @@ purpose is none for another. The purposes:
     vouched     the coordinator's word for whose token asked for a job
     update      a silo's update of one step: its bytes, its weight, the model that it is for
     sum         a relay's sum of updates: its bytes, and whose updates are in it, with digests and weights
-    receipt     what the coordinator did with an update
+    region      a relay's model of a round within its region: its bytes, and what rounds have led to it
+    receipt     what the coordinator did with an update; of a round within a region, what its relay did
     seal        the audit log up to an entry
     archive     which entries of the audit log a file of its own holds
     provenance  where a model comes from
@@ -44,6 +45,7 @@ Purpose = Literal[
     "vouched",
     "update",
     "sum",
+    "region",
     "receipt",
     "seal",
     "archive",

@@ -47,7 +47,7 @@ class SimulationTable(Table):
     attack: Open = Field(default_factory=dict, description="byzantine clients: name, count and parameters")
     regions: Open = Field(
         default_factory=dict,
-        description="regions that add updates up: count or members, and every how many rounds they meet",
+        description="regions that add updates up: count or members",
     )
     test_every: int = Field(
         1,

@@ -181,7 +181,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.PUBLIC, "round attempt started ended withheld charge population central"),
         # Digests; the optimizer's state itself never leaves.
         **_of(Tells.NOISY, "model optimizer"),
-        **_of(Tells.COHORT, "cohort contributors failures excused staleness closed transfers"),
+        **_of(Tells.COHORT, "cohort contributors failures excused staleness closed transfers within"),
         **_of(Tells.UPDATE, "excluded weights diagnosis"),
         **_of(Tells.TRAINING, "training before"),
         **_of(Tells.EVALUATION, "evaluation client_metrics"),
@@ -310,11 +310,11 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "PrivacyCharge": _of(Tells.PUBLIC, "population silo job round attempt charge released time"),
     # The coordinator to a silo, of that silo's own work.
     "Hop": _of(Tells.NOISY, "base model delta"),
-    "Instruction": {
-        **_of(
-            Tells.PUBLIC, "step deadline_seconds job_config train evaluate exchange submission counted hops"
-        ),
-    },
+    "Instruction": _of(
+        Tells.PUBLIC,
+        "step deadline_seconds job_config train evaluate exchange submission counted hops region",
+    ),
+    "RegionModel": _of(Tells.NOISY, "start rounds time signature"),
     "Train": {
         "model": Tells.NOISY,
         # The silo's own encoding is chosen by what it has told.

@@ -51,7 +51,7 @@ from roundtable.engine.validation.round_noise import (
 )
 from roundtable.engine.validation.secure_feasibility import check_bounds, check_secure
 from roundtable.engine.validation.standardise_composition import check_standardise
-from roundtable.engine.validation.sum_composition import check_relayed_sums
+from roundtable.engine.validation.sum_composition import check_relayed_sums, check_rounds_within
 from roundtable.engine.validation.transfer_composition import check_transfer, thinned
 from roundtable.privacy import (
     Charge,
@@ -217,6 +217,7 @@ def make_plan(
     check_bounds(job)
     check_kept(job, algorithm)
     check_relayed_sums(job)
+    check_rounds_within(job, algorithm)
     check_soundness(job, aggregation)
     check_standardise(job, aggregation)
     check_secure(job, aggregation)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from roundtable.core.config import AggregationTable, JobConfig
+from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerTable
 from roundtable.core.encodings import get_encoding
 from roundtable.core.encodings.assembly import foreign_stages
 from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.core.privacy_table import NoPrivacy, masking_of
 
 RELAYS_SUM = "regions.sum: a relay sends one sum, and"
+OWN_MODELS = "regions.rounds: until a round goes up each region has a model of its own, and"
 
 
 def check_relayed_sums(job: JobConfig) -> None:
@@ -92,3 +94,30 @@ def _check_rule(table: AggregationTable, needs: str) -> None:
         raise ConfigError(f"{needs} aggregation.validation.max_norm looks at single updates; leave it out")
     if table.diagnosis:
         raise ConfigError(f"{needs} aggregation.diagnosis compares single updates; set it to false")
+
+
+def check_rounds_within(job: JobConfig, algorithm: ClientAlgorithm) -> None:
+    """Raises ConfigError or PrivacyError, naming the key, for what cannot be where regions have models of
+    their own between two rounds that go up."""
+    if job.regions.rounds == 1:
+        return
+    if masking_of(job.privacy) is not None:
+        raise PrivacyError(
+            f"{OWN_MODELS} a masked sum is opened by the coordinator alone, so that no region has one; leave "
+            "out secure aggregation, or set rounds = 1"
+        )
+    if algorithm.places or algorithm.server() is not None:
+        raise ConfigError(
+            f"{OWN_MODELS} algorithm.name = {job.algorithm.name!r} keeps something beside the one global "
+            "model; use fedavg or fedprox, or set rounds = 1"
+        )
+    if job.aggregation.server_optimizer != ServerOptimizerTable():
+        raise ConfigError(
+            f"{OWN_MODELS} aggregation.server_optimizer takes a step from one global model; leave it out, or "
+            "set rounds = 1"
+        )
+    if job.transfer.down != "float32":
+        raise ConfigError(
+            f"{OWN_MODELS} transfer.down = {job.transfer.down!r} encodes the change of one global model; set "
+            '"float32", or rounds = 1'
+        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundtable.core.bounds import is_digest
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import AuditError
 from roundtable.core.evidence.audit_log import AuditEntry, Log
 
@@ -34,18 +35,20 @@ class CommittedRound:
     versions: Mapping[str, str]
 
 
-def committed_rounds(log: Log, job: str, initial_model: str) -> list[CommittedRound]:
-    """The rounds of a job, from 1. AuditError where one is missing, stands twice, or cannot be read."""
+def committed_rounds(log: Log, job: str, initial_model: str, config: JobConfig) -> list[CommittedRound]:
+    """The rounds of a job that go up, from the first. AuditError where one is missing, stands twice, or
+    cannot be read."""
     rounds: list[CommittedRound] = []
     base, state = initial_model, ""
     for entry in log.entries:
         if entry.action != "round_committed" or entry.object != job:
             continue
         made = _round(entry, base, state)
-        if made.round != len(rounds) + 1:
+        following = config.regions.goes_up(rounds[-1].round if rounds else 0, config.rounds)
+        if made.round != following or (rounds and made.round == rounds[-1].round):
             raise AuditError(
                 f"entry {entry.sequence} of the log commits round {made.round} of job {job}, where round "
-                f"{len(rounds) + 1} should follow"
+                f"{following} should follow"
             )
         rounds.append(made)
         base, state = made.model, made.optimizer

@@ -42,10 +42,10 @@ class JobAudit:
         self._ca = ca
         self._proven = proven
         self._versions = versions
-        self.rounds = committed_rounds(log, bundle.job.id, bundle.job.initial_model)
+        self._job = job_from_json(bundle.job.config)
+        self.rounds = committed_rounds(log, bundle.job.id, bundle.job.initial_model, self._job)
         if not self.rounds:
             raise AuditError(f"the log knows no round of job {bundle.job.id}")
-        self._job = job_from_json(bundle.job.config)
         self._submitted = check_job(bundle.job, ca)
         self._why_not = why_not_repeatable(self._job) or unapproved(self._job)
         self._bases = {item.round: item.base for item in self.rounds}
@@ -59,7 +59,7 @@ class JobAudit:
     def verdicts(self, wanted: Iterable[int]) -> Iterator[RoundVerdict]:
         """The verdict on each of these rounds, in turn."""
         for number in wanted:
-            committed = self.rounds[number - 1]
+            committed = next(each for each in self.rounds if each.round == number)
             findings = self._submitted + self._round(committed)
             yield RoundVerdict(number, committed.attempt, committed.model, len(committed.updates), findings)
 

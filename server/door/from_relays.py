@@ -19,6 +19,7 @@ from roundtable.server.door.agent_messages import JobStep, Passage, UploadOffer
 from roundtable.server.door.from_agents import offer_of, passage_of, step_of
 
 _SILO_CHARACTERS = 64
+MOST_WITHIN = 1000
 MOST_MEMBERS = 1000
 """Silos in one sum: what they have signed goes before its bytes, in one message."""
 
@@ -42,10 +43,23 @@ class Bearer:
 
 
 @dataclass(frozen=True)
+class RegionRound:
+    """A round that stayed within a region: digests of the model that it began with and of the one that it
+    `made`, and whose updates are in that: how many, of how many examples, the digest of the relay's list."""
+
+    round: int
+    model: str
+    made: str
+    silos: int
+    examples: int
+    members: str
+
+
+@dataclass(frozen=True)
 class SumOffer:
     """A sum that is offered: BLAKE3 digest and bytes, its members by name, `sums` of relays behind the one
     that offers it, with those, and what the relay has signed of it at `time`, but for its own name. With
-    `ask` no bytes follow."""
+    `ask` no bytes follow. `within`: the rounds within its region that have led to it."""
 
     at: JobStep
     digest: str
@@ -58,6 +72,7 @@ class SumOffer:
     ask: bool
     statement: Mapping[str, Any]
     sums: tuple[tuple[str, SumOffer], ...] = ()
+    within: tuple[RegionRound, ...] = ()
 
     @cached_property
     def everyone(self) -> Mapping[str, UploadOffer]:
@@ -66,6 +81,11 @@ class SumOffer:
         for _, below in self.sums:
             found |= below.everyone
         return dict(sorted(found.items()))
+
+    @property
+    def model(self) -> str:
+        """The region's own model from which its members have trained; "" where that is the coordinator's."""
+        return self.within[-1].made if self.within else ""
 
 
 def relay_of(message: relay_pb2.FromRelay) -> RelayIntroduction | None:
@@ -125,7 +145,21 @@ def sum_of(header: relay_pb2.SumHeader, depth: int = 1) -> SumOffer:
         ask=header.ask,
         statement={name: value for name, value in sum_values("", header).items() if name != "relay"},
         sums=below,
+        within=tuple(region_round_of(each) for each in header.within[: MOST_WITHIN + 1]),
     )
+    bounds.within(len(made.within), 0, MOST_WITHIN, "the number of rounds within a region")
     if len(made.everyone) != count or any((each.at, each.size) != (at, made.size) for _, each in below):
         raise ProtocolError("a sum lies in another one of the same step and size, and nobody is in both")
     return made
+
+
+def region_round_of(message: relay_pb2.RegionRound) -> RegionRound:
+    """Decodes a round within a region; ProtocolError for what cannot be one."""
+    return RegionRound(
+        bounds.within(message.round, 1, bounds.MOST_ROUNDS, "a round"),
+        bounds.digest(message.model, "a region's model"),
+        bounds.digest(message.made, "a region's model"),
+        bounds.within(message.silos, 0, MOST_MEMBERS, "the silos of a region's round"),
+        bounds.within(message.examples, 0, bounds.MOST_BYTES, "the examples of a region's round"),
+        bounds.digest(message.members, "the members of a region's round"),
+    )

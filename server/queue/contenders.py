@@ -49,8 +49,9 @@ def _durations(
     job: JobConfig, engine: RoundEngine, pace: float | None, elapsed: float
 ) -> tuple[float | None, float | None]:
     """Seconds until the last round ends, and until the one that runs does: measured, else as the job says."""
-    stated = None if job.resources.expected is None else job.resources.expected / job.rounds
-    each, left = stated if pace is None else pace, job.rounds - engine.state.summary.done
+    within = job.regions.rounds  # The rounds that one here stands for.
+    stated = None if job.resources.expected is None else job.resources.expected / job.rounds * within
+    each, left = stated if pace is None else pace, -(-(job.rounds - engine.state.summary.done) // within)
     if each is None:
         return None, None
     if engine.queued:

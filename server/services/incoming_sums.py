@@ -80,7 +80,7 @@ class IncomingSums:
         for number, (silo, update) in enumerate(offer.everyone.items(), 1):
             if silo not in self._services.sessions.identities:
                 raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"{silo!r} has shown no identity here")
-            found = await self._uploads.consider(silo, update)
+            found = await self._uploads.consider(silo, update, offer.model)
             if isinstance(found, Outcome):
                 decided[silo] = found
             else:
@@ -145,7 +145,7 @@ class IncomingSums:
             step.round, step.attempt, wanted[0].client, relay, digest, now, to_json(_evidence(relay, offer))
         )
         verdict = await runner.inbox.tell(
-            m.SumArrived(step, tuple(update for _, update in pairs)),
+            m.SumArrived(step, tuple(update for _, update in pairs), _within(relay, offer)),
             (ArtifactRow(digest, size, "update", now),),
             tuple(self._uploads.row(each, update, "accepted", reason) for each, update in pairs),
             (row,),
@@ -176,7 +176,28 @@ def _problem(member: Offer, offer: SumOffer, expected: int) -> str:
         return "the job does not say that relays add its updates up (regions.sum)"
     if offer.size != expected:
         return f"the sum has {offer.size} bytes; a sum of the job's updates has {expected}"
+    return _flaw_within(member, offer)
+
+
+def _flaw_within(member: Offer, offer: SumOffer) -> str:
+    """Why the rounds within the region do not lead from the coordinator's model to the sum; "" if they do."""
+    regions, round, model = member.runner.job.regions, member.step.round, member.runner.row.model
+    if any(below.within for _, below in offer.sums) or (offer.sums and regions.rounds > 1):
+        return "there are no rounds within a region of relays behind each other"
+    wanted = list(range(regions.first(round), round))
+    if [each.round for each in offer.within] != wanted:
+        told = ", ".join(str(number) for number in wanted) or "none"
+        return f"the rounds within its region that lead to the sum of round {round} are {told}"
+    for each in offer.within:
+        if each.model != model:
+            return f"round {each.round} began with {each.model[:12]}, and {model[:12]} came before it"
+        model = each.made
     return ""
+
+
+def _within(relay: str, offer: SumOffer) -> m.Within:
+    rounds = [(each.round, each.silos, each.examples, each.made) for each in offer.within]
+    return {relay: rounds} if rounds else {}
 
 
 async def pieces_of(parts: AsyncIterator[relay_pb2.SumPart], step: m.Step) -> AsyncIterator[Piece]:

@@ -45,6 +45,10 @@ from roundtable.server.store.jobs import receipt_of
 log = logging.getLogger("roundtable.server.services.uploads")
 
 MOST_CORRUPTIONS = 3
+ALONE = (
+    "the update goes on from a region's model (regions.rounds), and counts only within the sum of that "
+    "region's relay"
+)
 Part = Piece | agent_pb2.UploadHeader | None
 
 
@@ -129,19 +133,21 @@ class Uploads:
             return offer
         return await self._active.run(offer.owner, lambda: self._take(offer, parts))
 
-    async def consider(self, client: str, update: UploadOffer) -> Offer | Outcome:
-        """Returns the offer if its bytes are wanted; otherwise what became of it."""
+    async def consider(self, client: str, update: UploadOffer, model: str = "") -> Offer | Outcome:
+        """Returns the offer if its bytes are wanted; otherwise what became of it. `model` is that of the
+        silo's region, where the update is to be one from that and not from the coordinator's."""
         job, step = update.at.job, update.at.step
         runner = self._jobs.runner(job)
         verdict = runner.wants(client, step) if runner else "stale"
         if runner is None or verdict != "wanted":
             return await self._settled(client, update, verdict)
         offer = Offer(client, update, runner, self._services.sessions.identities.get(client))
-        asked = runner.instructions.model_of(client, step)
+        alone = not model and runner.job.regions.first(step.round) != step.round
+        asked = model or ("" if alone else runner.instructions.model_of(client, step))
         if forged := unsigned(update, offer.identity, asked, client, self._authority):
             # No receipt: whoever took the silo's connection over must spoil nothing that the silo will send.
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, forged)
-        problem = _problem(client, update, runner)
+        problem = ALONE if alone else _problem(client, update, runner)
         if problem:
             return await self._reject(offer, "invalid_update", problem)
         first = runner.lost(client, step)

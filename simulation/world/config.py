@@ -132,11 +132,6 @@ class RegionsTable(Table):
     members: dict[Annotated[str, Field(pattern=WORD)], Annotated[int, Field(ge=1)]] = Field(
         default_factory=dict, description="instead: regions by name, each with its number of clients"
     )
-    rounds: int = Field(
-        1,
-        ge=1,
-        description="every so many rounds the regions' models become one; between them each has its own",
-    )
 
     @model_validator(mode="after")
     def _consistent(self) -> RegionsTable:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from roundtable.aggregation import AggregationConfig
 from roundtable.core.algorithms.contract import ClientAlgorithm
-from roundtable.core.config import JobConfig, ServerOptimizerTable
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
 from roundtable.engine import Mean, NumberedNames, RegionModel, Rows, sum_by_region
 from roundtable.engine.validation.sum_composition import check_sums
@@ -18,16 +18,15 @@ from roundtable.simulation.backend import World
 from roundtable.simulation.world.config import RegionsTable, regions_table
 
 NEEDS_SUMS = "simulation.regions: a region sends one sum, and"
-OWN_MODELS = "simulation.regions.rounds: until a round goes up each region has a model of its own, and"
 
 
 class Regions:
     """Clients by region, in the order of their numbers; every `rounds` rounds the models become one."""
 
-    def __init__(self, table: RegionsTable, names: NumberedNames) -> None:
+    def __init__(self, table: RegionsTable, names: NumberedNames, rounds: int) -> None:
         self._client_names = names
         self.sizes = dict(table.members) or _equal(len(names), table.count or 1)
-        self.rounds = table.rounds
+        self.rounds = rounds
         self._names = list(self.sizes)
         self._ends = list(accumulate(self.sizes.values()))
 
@@ -35,7 +34,7 @@ class Regions:
     def of(cls, world: World) -> Regions | None:
         """The job's regions; None where it has none."""
         table = regions_table(world.job)
-        return None if table is None else cls(table, world.names)
+        return None if table is None else cls(table, world.names, world.job.regions.rounds)
 
     def region_of(self, index: int) -> str:
         """The region of a client by its number."""
@@ -104,25 +103,4 @@ def check_regions(job: JobConfig, algorithm: ClientAlgorithm) -> None:
         raise ConfigError(
             f"{NEEDS_SUMS} algorithm.name = {job.algorithm.name!r} merges the factors of single clients; "
             "leave out the regions"
-        )
-    if table.rounds > 1:
-        _check_between(job, algorithm)
-
-
-def _check_between(job: JobConfig, algorithm: ClientAlgorithm) -> None:
-    """What cannot be where regions have models of their own."""
-    if algorithm.places or algorithm.server() is not None:
-        raise ConfigError(
-            f"{OWN_MODELS} algorithm.name = {job.algorithm.name!r} keeps something beside the one global "
-            "model; use fedavg or fedprox, or set rounds = 1"
-        )
-    if job.aggregation.server_optimizer != ServerOptimizerTable():
-        raise ConfigError(
-            f"{OWN_MODELS} aggregation.server_optimizer takes a step from one global model; leave it out, or "
-            "set rounds = 1"
-        )
-    if job.transfer.down != "float32":
-        raise ConfigError(
-            f"{OWN_MODELS} transfer.down = {job.transfer.down!r} encodes the change of one global model; set "
-            '"float32", or rounds = 1'
         )

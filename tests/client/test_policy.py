@@ -16,14 +16,9 @@ from hypothesis import strategies as st
 
 from roundtable.client.agent.gatekeeper import Gatekeeper
 from roundtable.client.agent.spool import Finished
-from roundtable.client.door.incoming import (
-    ArtifactName,
-    ModelWork,
-    StepInstruction,
-    SubmissionProof,
-    receipt_of,
-)
+from roundtable.client.door.incoming import ArtifactName, ModelWork, StepInstruction, receipt_of
 from roundtable.client.door.outgoing import ProgressFigures, UpdateFigures
+from roundtable.client.door.submissions import SubmissionProof
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.config import AgentConfig, load_agent_config
@@ -131,6 +126,13 @@ def said(
 def test_each_rule_refuses_what_breaks_it(policy: dict[str, Any], text: str, reason: str) -> None:
     assert reason in said(policy, job(text))
     assert said({}, job(text)) == ""
+
+
+def test_a_region_has_models_of_its_own_only_where_a_relay_is_named() -> None:
+    within = job("[regions]\nsum = true\nrounds = 4")
+    assert "up to 3 rounds on end" in said({}, within)
+    assert "([policy] regional_models)" in said({}, within)
+    assert said({"regional_models": ["east"]}, within) == ""
 
 
 def test_jobs_set_only_those_parameters_of_a_task_that_the_silo_lets_them() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from roundtable.client.agent.agent import Agent
 from roundtable.client.policy.config import AgentConfig
+from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Executor, Settings
@@ -66,6 +67,7 @@ def main() -> None:
         folder=Path(values["folder"]),
         standbys=tuple(values.get("standbys", ())),
         relay=values.get("relay", ""),
+        policy=PolicyTable(regional_models=values.get("regional_models", [])),
     )
     asyncio.run(Agent(config, InlineTrainer(config, values["name"])).run())
 

@@ -61,6 +61,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _toml(value: Any) -> str:
+    """As TOML has it: a table in one line."""
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    return "{ " + ", ".join(f"{key} = {json.dumps(each)}" for key, each in value.items()) + " }"
+
+
 def environment(fault: str = "") -> dict[str, str]:
     """This process's, with one thread for arithmetic, and a fault armed or none."""
     values = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -157,7 +164,7 @@ class Federation:
             **changes,
         }
         file = self.folder / f"{name}.toml"
-        file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+        file.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
         starts = self.said(name).count("relay is")
         command = [sys.executable, "-m", "roundtable", "relay", "--config", str(file)]
         process = self._start(name, command, fault)
@@ -165,10 +172,10 @@ class Federation:
         assert process.poll() is None, self.log(name)[-3000:]
         return process
 
-    def silo_of(self, relay: str, name: str, fault: str = "") -> subprocess.Popen[bytes]:
+    def silo_of(self, relay: str, name: str, fault: str = "", **changes: Any) -> subprocess.Popen[bytes]:
         """Starts an agent that a relay serves, or several behind each other: "west/east"."""
         port = self.relay_ports[relay.partition("/")[0]]
-        return self.agent(name, fault, coordinator=f"127.0.0.1:{port}", relay=relay)
+        return self.agent(name, fault, coordinator=f"127.0.0.1:{port}", relay=relay, **changes)
 
     def kill(self, name: str) -> None:
         """SIGKILL, at once."""

@@ -329,7 +329,7 @@ def test_every_rule_has_its_sentence(quiet: AgentConfig) -> None:
             "submitters": ["olga"], "public_evaluation": True, "rounds": 9, "epochs": 2, "steps": 7,
             "batch_size": 32, "seconds": 60, "max_memory": "8GiB", "max_gpus": 0, "max_gpu_memory": "2GiB",
             "hours": "20:00-06:00", "relay_sums": "refuse", "bases": ["/srv/models"], "generations": 3,
-            "metrics": "none", "metrics_digits": 2,
+            "regional_models": ["east"], "metrics": "none", "metrics_digits": 2,
             "analyses": {"least_count": 9, "allowed": ["counts"], "tables": ["heart"], "protected": ["age"],
                          "a_day": 3},
         }

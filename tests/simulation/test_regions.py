@@ -26,8 +26,12 @@ OFF = {"validation": {"norm_ratio": "off", "weight_ratio": "off"}}
 UNEQUAL = {"members": {"north": 5, "south": 1, "east": 2}}
 
 
-def regional(**table):
-    return {"simulation__regions": table, "aggregation": OFF}
+def regional(rounds=1, **table):
+    return {
+        "simulation__regions": table,
+        "regions": {"sum": rounds > 1, "rounds": rounds},
+        "aggregation": OFF,
+    }
 
 
 @pytest.mark.parametrize("backend", ["sequential", "processes"])
@@ -72,7 +76,8 @@ def by_hand(job, sizes, every, weigh):
 def test_rounds_within_regions_are_hierarchical_fedavg(run, make_job, tmp_path, weighting):
     """Rounds 2 and 4 go up; a run that was interrupted between them goes on with the regions' models."""
     settings = {
-        "simulation__regions": {**UNEQUAL, "rounds": 2},
+        "simulation__regions": UNEQUAL,
+        "regions": {"sum": True, "rounds": 2},
         "aggregation": {**OFF, "weighting": weighting},
         "cohort__size": 8,
         "rounds": 5,
@@ -86,7 +91,7 @@ def test_rounds_within_regions_are_hierarchical_fedavg(run, make_job, tmp_path, 
     whole = run(**settings)
     for made, mean in enumerate(means, start=1):
         torch.testing.assert_close(whole.models[made].vector, mean, rtol=1e-4, atol=1e-5)
-    flat = run(**{**settings, "simulation__regions": {}})
+    flat = run(**{**settings, "simulation__regions": {}, "regions": {}})
     assert not torch.allclose(whole.model.vector, flat.model.vector, rtol=1e-3, atol=1e-4)
     run(**{**settings, "rounds": 3}, _run_dir=tmp_path / "run")
     resumed = run(**settings, _run_dir=tmp_path / "run", _resume=True)
@@ -187,7 +192,8 @@ def test_a_region_without_a_usable_update_is_said(run):
     [
         ({"simulation__regions": {"members": {"north": 3}}}, ConfigError, "add up to 3 clients, and .* = 8"),
         ({"simulation__regions": {"count": 9}}, ConfigError, "count = 9 is above simulation.clients = 8"),
-        ({"simulation__regions": {"rounds": 2}}, ConfigError, "either count or members"),
+        ({"simulation__regions": {"members": {}}}, ConfigError, "either count or members"),
+        ({"regions": {"rounds": 2}}, ConfigError, "rounds above 1 need sum = true"),
         ({"simulation__regions": {"members": {"../a": 8}}}, ConfigError, "members"),
         ({"aggregation": {}}, ConfigError, "norm_ratio = .* compares each update with the median"),
         ({"aggregation": {**OFF, "rule": "median"}}, ConfigError, "'median' looks at single updates"),
@@ -203,10 +209,23 @@ def test_a_region_without_a_usable_update_is_said(run):
                     "secure_aggregation": True,
                     "clip_norm": 1.0,
                     "public_evaluation": True,
-                }
+                },
+                "regions": {},
             },
             PrivacyError,
             "masks change no bit",
+        ),
+        (
+            {
+                "privacy": {
+                    "level": "none",
+                    "secure_aggregation": True,
+                    "clip_norm": 1.0,
+                    "public_evaluation": True,
+                }
+            },
+            PrivacyError,
+            "a masked sum is opened by the coordinator alone",
         ),
         (
             {"algorithm__name": "scaffold", "aggregation": {**OFF, "weighting": "uniform"}},

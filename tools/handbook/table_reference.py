@@ -57,7 +57,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
         "capacity": {"gpus": 1},
         "declare": ["examples"],
         "attack": {"name": "sign_flip", "count": 2},
-        "regions": {"count": 3, "rounds": 2},
+        "regions": {"count": 3},
     },
     "AgentTable": {
         "coordinator": "coordinator.example.org:7443",

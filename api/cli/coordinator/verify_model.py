@@ -89,13 +89,14 @@ def verify_model(
         return "; ".join(not_approved(job.transfer.foreign, approved, "this auditor", APPROVALS))
 
     audit = JobAudit(found, log, ca, log.proven(time.time(), seen), versions(), unapproved)
-    if number is not None and number > len(audit.rounds):
-        raise click.UsageError(f"--round {number}: {len(audit.rounds)} rounds of this job are committed")
+    committed = [each.round for each in audit.rounds]
+    if number is not None and number not in committed:
+        raise click.UsageError(f"--round {number}: {len(committed)} rounds of this job are committed")
     verdicts: list[RoundVerdict] = []
     begun = time.monotonic()
-    for wanted in [number] if number else range(1, len(audit.rounds) + 1):
+    for wanted in [number] if number else committed:
         if not as_json and time.monotonic() - begun > _SILENT_SECONDS:
-            say(f"round {wanted} of {len(audit.rounds)} …", err=True)
+            say(f"round {wanted} of {committed[-1]} …", err=True)
         verdicts += audit.verdicts([wanted])
     if as_json:
         print_json(_plain(found.job.id, verdicts, contradictions))

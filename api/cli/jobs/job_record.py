@@ -193,6 +193,7 @@ def _round(record: Mapping[str, Any]) -> dict[str, Any]:
         "failures": dict(record.get("failures", {})),
         "metrics": {name: figures[name] for name in ("training", "before", "evaluation") if figures[name]},
         "model": record.get("model", ""),
+        "within": record.get("within", {}),
     }
 
 

@@ -96,6 +96,7 @@ def print_detail(detail: JobDetail) -> None:
     if records:
         say()
         _print_history(records)
+        _print_within(records)
         _print_measured(measured_by_silo(records, detail.job_config))
         _print_transfers(records)
 
@@ -176,6 +177,19 @@ def _print_history(records: list[dict[str, Any]]) -> None:
     ]
     titles = (title for title, _ in forms.values())
     print_table(("round", *names, "silos", "up", "down", *titles, "time"), rows, "")
+
+
+def _print_within(records: list[dict[str, Any]]) -> None:
+    """The rounds within regions that led to the newest round."""
+    told = [record["within"] for record in records if record.get("within")]
+    if told:
+        say()
+        rows = [
+            (relay, number, silos, f"{examples:,}", made[:16])
+            for relay, rounds in told[-1].items()
+            for number, silos, examples, made in rounds
+        ]
+        print_table(("region of", "round", "silos", "examples", "model"), rows, "")
 
 
 def measured_by_silo(records: list[dict[str, Any]], config: str) -> ClientTable | None:

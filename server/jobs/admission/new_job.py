@@ -101,6 +101,7 @@ def _made(
         secrets.randbits(63),
         separation=plan.separation,
         strategy=plan.strategy,
+        regional=job.regions.rounds > 1,
     )
     noise = dict(plan.noise.settled) if isinstance(plan.noise, CentralNoise) else {}
     now = services.clock()

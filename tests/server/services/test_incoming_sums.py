@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,9 @@ class Silo:
         self.data = CHANGES[name].numpy().tobytes()
         self.asked: Any = None
 
-    def header(self, **changes: Any) -> agent_pb2.UploadHeader:
+    def header(self, model: str = "", **changes: Any) -> agent_pb2.UploadHeader:
         made = header_for(self.asked, self.data, EXAMPLES[self.name], loss=1.0)
-        made.model, made.time = self.asked.train.model.digest, time.time()
+        made.model, made.time = model or self.asked.train.model.digest, time.time()
         made.signature = sign(self.identity, "update", update_values(self.name, made))
         for name, value in changes.items():
             setattr(made, name, value)
@@ -91,7 +92,10 @@ class Relay:
         while (await self.trunk.read()).WhichOneof("message") != "beat":
             pass
 
-    def header(self, *silos: Silo, data: bytes = b"", **changes: Any) -> tuple[relay_pb2.SumHeader, bytes]:
+    def header(
+        self, *silos: Silo, data: bytes = b"", within: Sequence[relay_pb2.RegionRound] = (), **changes: Any
+    ) -> tuple[relay_pb2.SumHeader, bytes]:
+        model = within[-1].made if within else ""
         weights = [EXAMPLES[silo.name] for silo in silos]
         rows = torch.stack([CHANGES[silo.name] for silo in silos])
         mean = (torch.tensor(weights, dtype=torch.float32) @ rows / sum(weights)).numpy().tobytes()
@@ -99,7 +103,8 @@ class Relay:
         header = relay_pb2.SumHeader(
             step=silos[0].asked.step,
             content=common_pb2.Artifact(digest=blake3(data).hexdigest(), size=len(data)),
-            members=[relay_pb2.SumMember(silo=silo.name, header=silo.header()) for silo in silos],
+            members=[relay_pb2.SumMember(silo=silo.name, header=silo.header(model)) for silo in silos],
+            within=within,
             time=time.time(),
             certificate=self.identity.certificate,
         )
@@ -144,8 +149,8 @@ async def region(
     await relay.channel.close()
 
 
-async def started(operator: Operator, silos: list[Silo], text: str = JOB) -> str:
-    job = await operator.submit(text, rounds=1)
+async def started(operator: Operator, silos: list[Silo], text: str = JOB, rounds: int = 1) -> str:
+    job = await operator.submit(text, rounds=rounds)
     for silo in silos:
         silo.asked = await silo.agent.expect("instruction")
     return str(job.id)
@@ -273,3 +278,59 @@ async def test_a_job_that_says_nothing_of_sums_takes_none(
     assert json.loads((await operator.job(job)).job_config)["regions"]["sum"] is False
     await asyncio.gather(*(silo.agent.upload(silo.header(), silo.data) for silo in silos))
     await operator.watch_until(job, "finished")
+
+
+def chain(*models: str, first: int = 1) -> list[relay_pb2.RegionRound]:
+    """Rounds within a region that lead from one model to the next."""
+    return [
+        relay_pb2.RegionRound(round=number, model=model, made=made, silos=3, examples=60, members="5" * 64)
+        for number, (model, made) in enumerate(pairwise(models), start=first)
+    ]
+
+
+async def test_a_sum_after_rounds_within_the_region_leads_to_it_from_the_coordinators_model(
+    coordinator: Coordinator, operator: Operator, region: tuple[Relay, list[Silo]]
+) -> None:
+    """The coordinator asks for round 3, and then for the last: rounds 1 and 2 are the relay's."""
+    relay, silos = region
+    text = JOB.replace("sum = true", "sum = true\nrounds = 3")
+    job = await started(operator, silos, text, rounds=4)
+    assert {silo.asked.step.round for silo in silos} == {3}
+    await relay.speak_for(*silos)
+    start, one, two = silos[0].asked.train.model.digest, "1" * 64, "2" * 64
+    for within, says in (
+        (chain(start, one), "the rounds within its region that lead to the sum of round 3 are 1, 2"),
+        (chain(start, one, two, "3" * 64), "are 1, 2"),
+        (chain("9" * 64, one, two), "round 1 began with 999999999999"),
+        ([*chain(start, one), *chain(start, two, first=2)], f"began with {start[:12]}, and {one[:12]}"),
+    ):
+        assert says in (await relay.send(*relay.header(*silos, within=within))).problem
+    good = chain(start, one, two)
+    # Who trained from another model than the region's last is in no sum of it.
+    header, data = relay.header(*silos, within=good)
+    header.members[0].header.CopyFrom(silos[0].header(one))
+    header.signature = sign(relay.identity, "sum", sum_values("east", header))
+    code, said = await relay.refused(header, data)
+    assert (code, "was asked about" in said) == (grpc.StatusCode.PERMISSION_DENIED, True)
+    assert (await relay.send(*relay.header(*silos, within=good))).taken
+    for silo in silos:
+        silo.asked = await silo.agent.expect("instruction")
+    assert {silo.asked.step.round for silo in silos} == {4}
+    assert "are none" in (await relay.send(*relay.header(*silos, within=good))).problem
+    assert (await relay.send(*relay.header(*silos))).taken
+    await operator.watch_until(job, "finished")
+    detail = await operator.job(job)
+    records = [json.loads(each) for each in detail.history]
+    assert [each["round"] for each in records] == [3, 4]
+    assert [each["within"] for each in records] == [{"east": [[1, 3, 60, one], [2, 3, 60, two]]}, {}]
+    assert (detail.job.rounds_done, detail.job.rounds) == (4, 4)
+
+
+async def test_a_single_update_after_rounds_within_a_region_is_rejected(
+    operator: Operator, region: tuple[Relay, list[Silo]]
+) -> None:
+    _, (alder, *_) = region
+    await started(operator, region[1], JOB.replace("sum = true", "sum = true\nrounds = 3"), rounds=3)
+    receipt = await alder.agent.upload(alder.header(), alder.data)
+    assert receipt.status == Status.REJECTED
+    assert "counts only within the sum of that region's relay" in receipt.reason
