@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -52,6 +54,7 @@ INPUTS = 60
 def place() -> Path:
     """A folder with one good file of each kind."""
     folder = Path(mkdtemp(prefix="roundtable-parsers-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     create_ca(folder / "ca")
     issue(folder / "ca", "north", "agent", folder / "north")
     issue(folder / "ca", "hub", "coordinator", folder / "hub", ["localhost"])

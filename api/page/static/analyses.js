@@ -43,7 +43,7 @@ export function analysis(id) {
     try {
       const found = await read(`/api/analysis/${encodeURIComponent(id)}`);
       fill(answers,
-        h("p", {}, `${found.silos} silos answered in ${found.rounds} rounds; ${howSeen(found)}`),
+        h("p", {}, `${found.silos} silos answered in ${found.rounds} ${found.rounds === 1 ? "round" : "rounds"}; ${howSeen(found)}`),
         found.answers.map((/** @type {any} */ answer) => answerOf(answer)),
         h("div", { class: "bar" }, h("button", { type: "button", onclick: () => download(`${found.name}.csv`, tableOf(found.answers)) }, "CSV"), h("button", { type: "button", onclick: () => print() }, "Print")));
     } catch (error) {

@@ -123,7 +123,7 @@ def count_notes(estimates: Doubles, noise: float) -> list[str]:
     """What a reader of noisy counts has to know."""
     notes = [f"each count is within ± {Q95 * noise:.4g} of the true one in 95 of 100 surveys (noise)"]
     if below := int((estimates < 0).sum()):
-        notes.append(f"{below} counts came out below 0 by the noise, and are shown as 0")
+        notes.append(f"counts that came out below 0 by the noise, and are shown as 0: {below}")
     return notes
 
 
