@@ -36,6 +36,7 @@ RUNNERS = {
     "pfedme_mnist": mnist_cells.run_pfedme,
     "pfedme_synthetic": synthetic_cells.run_pfedme_synthetic,
     "fedprox": synthetic_cells.run_fedprox,
+    "qffl": synthetic_cells.run_qffl,
 }
 
 

@@ -35,7 +35,7 @@ class GroupTable(Table):
     parts: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
         (), description="further figures of each run, in the order of the page"
     )
-    unit: Literal["accuracy", "loss", "rounds"] = "accuracy"
+    unit: Literal["accuracy", "loss", "rounds", "points²"] = "accuracy"
     first_seed: int = Field(0, ge=0, description="seeds are counted from here")
     seeds: int = Field(20, ge=1, description="seeds of ours that a cell needs before it is judged")
     data: str = Field("", description="data that have to be given: the name of a command-line option")
@@ -77,6 +77,7 @@ class OrderTable(Table):
     claim: str
     smaller: str
     larger: str
+    share: Finite = Field(1.0, gt=0, description="the smaller figure is below this share of the larger")
 
 
 class GroupFile(Table):

@@ -100,7 +100,7 @@ def _line(row: Row, unit: str) -> str:
 def _figure(mean: float, deviation: float | None, unit: str) -> str:
     if math.isnan(mean):
         return "–"
-    digits = 0 if unit == "rounds" else 4
+    digits = 0 if unit in ("rounds", "points²") else 4
     return f"{mean:.{digits}f}" + ("" if deviation is None else f" ± {deviation:.{digits}f}")
 
 

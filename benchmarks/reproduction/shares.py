@@ -68,10 +68,10 @@ class OwnTests(Shares):
         self, shares: Sequence[Examples], tests: Sequence[Examples], make: Callable[[], nn.Module]
     ) -> None:
         super().__init__(shares, make)
-        self._tests = tests
+        self.tests = tests
 
     def data(self, site: rt.Site) -> tuple[Any, Any]:
-        test = self._tests[site.index]
+        test = self.tests[site.index]
         return super().data(site)[0], (test.inputs, test.labels)
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
@@ -90,6 +90,15 @@ def last_loss(job: JobConfig, task: Shares, train: Examples) -> float:
     model.load_state_dict(_finished(simulate(job, task, folder=HERE)).model.state_dict())
     with torch.no_grad():
         return float(cross_entropy(model(train.inputs), train.labels))
+
+
+def last_accuracies(job: JobConfig, task: OwnTests) -> Tensor:
+    """The accuracy of the last global model on each client's test examples, float64 [clients]."""
+    model = task.model().eval()
+    model.load_state_dict(_finished(simulate(job, task, folder=HERE)).model.state_dict())
+    with torch.no_grad():
+        right = [model(test.inputs).argmax(1) == test.labels for test in task.tests]
+    return torch.stack([one.double().mean() for one in right])
 
 
 def _finished(result: Any) -> Any:

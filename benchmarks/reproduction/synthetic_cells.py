@@ -1,4 +1,4 @@
-"""The synthetic data of FedProx (Li et al. 2020, section 5.1), in its own rounds and in pFedMe's."""
+"""FedProx's synthetic data (Li et al. 2020, section 5.1), in rounds of its own, of pFedMe and of q-FFL."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .shares import (
     best_personal_round,
     best_round,
     joined,
+    last_accuracies,
     last_loss,
     linear,
     one_hidden,
@@ -78,3 +79,22 @@ def run_fedprox(
     shares = generate(30, spread or 0.0, spread or 0.0, spread is None, 1, chance)
     train = [_cut(share)[0] for share in shares]
     return last_loss(job, Shares(train, linear(_PLACES)), joined(train)), {}
+
+
+def run_qffl(job: JobConfig, options: Mapping[str, Any], data: Path | None) -> tuple[float, dict[str, float]]:
+    """How unequal the clients' accuracies on their own test examples are, in points²; beside it, in points,
+    their mean (not weighted, as the paper's table), worst and best tenth. Data and split follow the seed."""
+    chance = np.random.RandomState(job.seed)
+    train, test = [], []
+    for share in generate(100, 1.0, 1.0, False, 1, chance):
+        share = share.of(torch.from_numpy(chance.permutation(len(share.labels))))
+        eighth, ninth = (int(part * len(share.labels)) for part in (0.8, 0.9))
+        train.append(share.of(slice(eighth)))
+        test.append(share.of(slice(ninth, None)))
+    points = 100 * last_accuracies(job, OwnTests(train, test, linear(_PLACES))).sort().values
+    tenth = len(points) // 10
+    return float(points.var(correction=0)), {
+        "mean": float(points.mean()),
+        "worst tenth": float(points[:tenth].mean()),
+        "best tenth": float(points[-tenth:].mean()),
+    }

@@ -109,7 +109,7 @@ def orders(name: str, group: GroupFile, results: Results) -> Iterator[OrderRow]:
             yield OrderRow(order.claim, float("nan"), float("nan"), 0, "not run")
             continue
         smaller, larger = (sum(side[seed].value for seed in common) / len(common) for side in pair)
-        verdict: Verdict = "agrees" if smaller < larger else "differs"
+        verdict: Verdict = "agrees" if smaller < order.share * larger else "differs"
         if len(common) < group.group.seeds:
             verdict = "too few seeds"
         yield OrderRow(order.claim, smaller, larger, len(common), verdict)
