@@ -116,7 +116,14 @@ def _round_numbers(low: float, high: float) -> list[float]:
     return [float(tick) for tick in ticks if tick > 0]
 
 
-def _losses(axes: Any, answer: Answer) -> None:
+def _trees(axes: Any, answer: Answer) -> None:
+    """Losses by round; of trees under noise, which tell none, what features are worth."""
+    if "metric" not in answer.values:
+        worth = {name: each["total_gain"] for name, each in answer.values["importance"].items()}
+        names = sorted(worth, key=lambda name: worth[name])
+        axes.barh(names, [worth[name] for name in names])
+        axes.set_xlabel("total gain")
+        return
     for label, key in (("grown on", "training_loss"), ("held out", "held_out_loss")):
         if key in answer.values:
             axes.plot(answer.values[key], label=label)
@@ -150,5 +157,5 @@ _PANELS: dict[str, Callable[[Any, Answer], None]] = {
     "evaluate": _evaluation,
     "cox": _hazard_ratios,
     "weighted_cox": _hazard_ratios,
-    "boosted_trees": _losses,
+    "boosted_trees": _trees,
 }

@@ -73,12 +73,13 @@ class QuestionCost:
 
 @dataclass(frozen=True)
 class SurveyPlan:
-    """What a survey costs each silo's rows. Questions share one release, so that their costs add up to less
-    than their sum."""
+    """What a survey costs each silo's rows, in so many rounds. Questions share one mechanism, so that their
+    costs add up to less than their sum."""
 
     epsilon: float
     delta: float
     noise_multiplier: float
+    rounds: int
     questions: tuple[QuestionCost, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,6 +94,7 @@ class SurveyPlan:
             "epsilon": self.epsilon,
             "delta": self.delta,
             "noise_multiplier": self.noise_multiplier,
+            "rounds": self.rounds,
             "questions": questions,
         }
 
@@ -108,7 +110,7 @@ def cost_of(survey: Survey, table: SurveyPrivacyTable) -> SurveyPlan:
             blocks[name.rstrip("0123456789")] = question.spread(name)
         costs.append(QuestionCost(question.title, question.ask, alone, blocks))
     whole = compose([sums_charge(noise)], table.delta)
-    return SurveyPlan(whole, table.delta, noise, tuple(costs))
+    return SurveyPlan(whole, table.delta, noise, survey.rounds, tuple(costs))
 
 
 def privacy_of(job: JobConfig, guarantee: bool) -> dict[str, Any] | None:

@@ -41,8 +41,8 @@ def analysis_job(
     protected: dict[str, Any] = {"level": "none"}
     validation: dict[str, Any] = {"policy": "fail", "norm_ratio": "off", "weight_ratio": "off"}
     if privacy is not None:
-        # Nothing is asked twice, and nothing that rounds depend on is told of silos' rows.
-        stop, rounds = {}, 1
+        # Each round has its noise, and how many there are does not depend on silos' rows.
+        stop, rounds = {}, questions.rounds
         protected = {**privacy, "noise_multiplier": table.noise_multiplier, "clip_norm": 1.0}
     if masked:
         protected |= {

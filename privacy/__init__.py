@@ -23,6 +23,7 @@ from roundtable.privacy.levels import (
     sampling_of,
     shared_noise,
     sums_charge,
+    sums_charges,
 )
 from roundtable.privacy.mechanisms.central_noise import CentralDP, CentralResult, RowMatrix
 from roundtable.privacy.mechanisms.clipping import AdaptiveClip, Clipped, clip, clip_per_layer, l2_norm
@@ -107,6 +108,7 @@ __all__ = [
     "step_charge",
     "subject_of",
     "sums_charge",
+    "sums_charges",
     "sums_noise",
     "values_masked",
     "weak_signal",

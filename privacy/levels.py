@@ -77,7 +77,7 @@ def charges(
         case DistributedLevel():
             one = shared_noise(job, noise_multiplier, dimension).charge
         case ExampleLevel() if job.releases_sums:
-            one = sums_charge(noise_multiplier)
+            return sums_charges(job, noise_multiplier)[:upto]
         case ExampleLevel():
             if privacy.population is None:
                 raise PrivacyError("a plan needs privacy.population: the examples of a silo")
@@ -224,6 +224,11 @@ def sums_charge(noise_multiplier: float) -> Charge:
     return gaussian_charge("example", {"sampling": "none"}, noise_multiplier, part="sums")
 
 
+def sums_charges(job: JobConfig, noise_multiplier: float) -> list[Charge]:
+    """The same of each round of a job whose releases one record changes by 1 together."""
+    return [sums_charge(noise_multiplier / math.sqrt(share)) for share in job.algorithm.sums_shares()]
+
+
 def example_training(job: JobConfig, examples: int) -> tuple[ExampleLevel, int]:
     """The level with its batch size filled in, and the steps of a round, for a silo of so many examples."""
     privacy = job.privacy
@@ -239,8 +244,6 @@ def example_charge(job: JobConfig, examples: int, noise_multiplier: float | None
 
     Raises `PrivacyError` for too few of them.
     """
-    if job.releases_sums:
-        return sums_charge(noise_for(job, 1, 1) if noise_multiplier is None else noise_multiplier)
     privacy, steps = example_training(job, examples)
     if noise_multiplier is not None:
         privacy = privacy.model_copy(update={"noise_multiplier": noise_multiplier})

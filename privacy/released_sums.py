@@ -1,4 +1,4 @@
-"""The noise of a job whose silos release sums of their records once, each with noise of its own."""
+"""The noise of a job whose silos release sums of their records, each with noise of its own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.privacy_table import ExampleLevel
 from roundtable.privacy.accounting.accountants import compose
-from roundtable.privacy.levels import sums_charge
+from roundtable.privacy.levels import sums_charges
 
 
 def sums_noise(job: JobConfig) -> float:
-    """The noise multiplier; one record changes all sums of a silo together by 1 at most (L2).
+    """The noise multiplier; one record changes all sums of a silo, in all rounds, by 1 at most (L2).
 
     Every party asks this of the job before anything is done. PrivacyError for a job whose settings do not
     agree, or whose noise costs more than the epsilon that it states.
@@ -24,11 +24,13 @@ def sums_noise(job: JobConfig) -> float:
             f"and privacy.clip_norm = {privacy.clip_norm:g}: the first two are the same, and the third is 1, "
             "what a record changes; `roundtable analyse` sets all of it"
         )
-    if job.rounds != 1 or job.stop.metric is not None:
+    shares = job.algorithm.sums_shares()
+    if job.rounds != len(shares) or job.stop.metric is not None:
         raise PrivacyError(
-            f"rounds = {job.rounds}: noisy sums are released once; set rounds = 1, and leave out stop.metric"
+            f"rounds = {job.rounds}: the noise of these sums is for {len(shares)}; set rounds = "
+            f"{len(shares)}, and leave out stop.metric"
         )
-    cost = compose([sums_charge(stated)], privacy.delta, privacy.accountant)
+    cost = compose(sums_charges(job, stated), privacy.delta, privacy.accountant)
     if privacy.epsilon is not None and cost > privacy.epsilon:
         raise PrivacyError(
             f"privacy.noise_multiplier = {stated:g} costs epsilon = {cost:.4g} at delta = {privacy.delta:g}, "

@@ -96,7 +96,7 @@ class ClientUpdates:
             self.pending.pop(index, None)
         place_of = {self.world.names[index]: place for index, place in zip(indices, places, strict=True)}
         if self._ledger.keeps_own and not paid:
-            refused = self._refused(indices)
+            refused = self._refused(round, indices)
             yield from ((place_of[answer.client], answer) for answer in refused.values())
             indices = [index for index in indices if index not in refused]
         failed = self._measure(round, vector, indices)
@@ -176,7 +176,7 @@ class ClientUpdates:
         job = self.world.job
         return isinstance(job.privacy, ExampleLevel) and not job.releases_sums
 
-    def _refused(self, indices: Sequence[int]) -> dict[int, Failed]:
+    def _refused(self, round: int, indices: Sequence[int]) -> dict[int, Failed]:
         """The clients whose own accounts do not hold a round; the others have paid for it."""
         refused = {}
         counts = self.backend.examples(list(self.work(indices)))
@@ -185,7 +185,7 @@ class ClientUpdates:
             try:
                 if examples is None and self._samples():
                     raise PrivacyError(CANNOT_SAMPLE)
-                self._ledger.pay(client, examples or 0)
+                self._ledger.pay(client, round, examples or 0)
             except PrivacyError as error:
                 refused[index] = Failed(client, "refused", str(error))
         return refused

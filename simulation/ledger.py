@@ -48,7 +48,7 @@ class SimulatedLedger:
 
     def authorize(self, step: m.Step) -> m.Authorized | m.Denied:
         """The coordinator's answer before a round."""
-        charge = self._plan.charge_of(step.round) or self._plan.silo_charge
+        charge = self._plan.charge_of(step.round) or self._plan.silo_charge(step.round)
         if charge is not None and (budget := self._budget("the simulated population")) is not None:
             try:
                 for charges in {self._shared, *self._own.values()}:
@@ -57,9 +57,9 @@ class SimulatedLedger:
                 return m.Denied(step, str(error))
         return m.Authorized(step)
 
-    def pay(self, client: str, examples: int) -> None:
+    def pay(self, client: str, round: int, examples: int) -> None:
         """Charges a client for one training. Raises what a silo's own account raises: BudgetExceeded."""
-        charge = self._plan.silo_charge or example_charge(self._job, examples)
+        charge = self._plan.silo_charge(round) or example_charge(self._job, examples)
         before = self._own.get(client, ())
         if (budget := self._budget(f"the data of {client}")) is not None:
             hold(budget, before, charge)

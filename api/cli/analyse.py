@@ -116,8 +116,9 @@ def _planned(survey: SurveyFile, as_json: bool) -> int:
     say()
     print_table(["question", "ask", "epsilon alone", "noise of a silo (sd)"], rows, "nothing")
     say(
-        f"  all questions share one release with noise multiplier {plan.noise_multiplier:.4g}; noise is on "
-        "counts, and on sums of columns scaled to [-1, 1]; over n silos it is √n times as large"
+        f"  all questions share one mechanism with noise multiplier {plan.noise_multiplier:.4g}, in "
+        f"{'1 round' if plan.rounds == 1 else f'{plan.rounds} rounds'}; noise is on counts, and on sums of "
+        "columns scaled to [-1, 1]; over n silos it is √n times as large"
     )
     return 0
 

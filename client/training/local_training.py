@@ -250,7 +250,7 @@ def _answered(data: Any, work: LocalWork, execution: Execution, context: Context
     release = None
     if isinstance(work.job.privacy, ExampleLevel):
         assert execution.protection is not None, "checked before the work began"
-        release = SumRelease(work.job, execution.protection)
+        release = SumRelease(work.job, work.round, execution.protection)
         rules.round = replace(rules.round, noised=release.noised)
     kept = rules.answer(data, row)
     if release is not None and not release.made:

@@ -26,7 +26,7 @@ from roundtable.privacy import (
     local_gaussian,
     local_gaussian_charge,
     noise_for,
-    sums_charge,
+    sums_charges,
     sums_noise,
 )
 from roundtable.privacy.example_level import check_model, make_private
@@ -176,30 +176,32 @@ def own_noise(job: JobConfig) -> tuple[ClientLocalLevel, float, float]:
 
 
 class SumRelease:
-    """Makes a job's exact sums fit to leave; `made` says whether it was asked to."""
+    """Makes a job's exact sums of one round fit to leave; `made` says whether it was asked to."""
 
-    def __init__(self, job: JobConfig, protection: Protection) -> None:
+    def __init__(self, job: JobConfig, round: int, protection: Protection) -> None:
         assert isinstance(job.privacy, ExampleLevel), "other levels release no sums"
         self._job = job
+        self._round = round
         self._privacy = job.privacy.model_copy(update={"epsilon": None})
         self._protection = protection
         self.made = False
 
-    def noised(self, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """`sums` with their noise. PrivacyError for a job whose settings do not agree, BudgetExceeded where
-        the silo's account does not hold it."""
+    def noised(self, sums: npt.NDArray[np.float64], about: bytes) -> npt.NDArray[np.float64]:
+        """`sums` with their noise; what was released before in this round, where it was asked about the same.
+        PrivacyError for a job whose settings do not agree, BudgetExceeded where the silo's account does not
+        hold it."""
         protection = self._protection
         noise = sums_noise(self._job)
         self.made = True
         kept = protection.release
-        if kept is not None and (before := kept.load(sums.size)) is not None:
+        if kept is not None and (before := kept.load(sums.size, about)) is not None:
             return before
         # The job's epsilon is of the job alone, as sums_noise has checked; what all may cost, the silo says.
-        protection.pay(self._privacy, sums_charge(noise))
+        protection.pay(self._privacy, sums_charges(self._job, noise)[self._round - 1])
         exact = torch.from_numpy(np.ascontiguousarray(sums, dtype=np.float64))
         released = add_gaussian(exact, noise, protection.sources("noise")).vector.numpy()
         if kept is not None:
-            kept.keep(released)
+            kept.keep(released, about)
         return released
 
 

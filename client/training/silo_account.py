@@ -29,10 +29,10 @@ Payment = Callable[[Private, Charge], None]
 class EarlierRelease(Protocol):
     """Where a step keeps what it has released of the silo's records."""
 
-    def load(self, size: int) -> npt.NDArray[np.float64] | None:
-        """What was released before, float64 [size]; None for nothing."""
+    def load(self, size: int, about: bytes) -> npt.NDArray[np.float64] | None:
+        """What was released before, float64 [size], when it was asked about the same; None for nothing."""
 
-    def keep(self, released: npt.NDArray[np.float64]) -> None:
+    def keep(self, released: npt.NDArray[np.float64], about: bytes) -> None:
         """Keeps it, durably."""
 
 

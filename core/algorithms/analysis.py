@@ -66,7 +66,7 @@ class AnalysisTable(AlgorithmTable):
     noise_multiplier: Finite | None = Field(
         None,
         gt=0,
-        description="answer once, under differential privacy: that of [privacy], with level example",
+        description="answer under differential privacy: that of [privacy], with level example",
     )
 
     @model_validator(mode="after")
@@ -83,6 +83,10 @@ class AnalysisTable(AlgorithmTable):
     @override
     def most_added(self) -> int:
         return self.most_silos
+
+    @override
+    def sums_shares(self) -> tuple[float, ...]:
+        return self.survey.round_shares
 
     @override
     def why_masked(self) -> str:
@@ -155,13 +159,12 @@ class Analysis(ClientAlgorithm):
         if (round.noised is None) != (self.of.noise_multiplier is None):
             raise PrivacyError("an analysis has a noise_multiplier under level example, and under no other")
         if round.noised is not None:
-            return self._released(round, data.read(name, survey.needed, fresh=True, lenient=True))
+            return self._released(round, data, public)
         table: DataTable = data.read(name, survey.needed, fresh=first)
         seen = _fingerprint(table)
         if not first:
             _check_seen(round.kept.get(_SEEN), seen)
-        if not all(np.isfinite(numbers).all() for numbers in public.values()):
-            raise ProtocolError("the analysis came with public numbers that are not finite")
+        _check_finite(public)
         sums = survey.sums(table, public, getattr(data, "code", None))
         if round.alone:
             _check_cells(sums, survey, self.of.least_count)
@@ -174,21 +177,26 @@ class Analysis(ClientAlgorithm):
         digits = survey.sum_places.encode(sums)
         return Sent(torch.zeros_like(round.vector), {_SUMS: digits}, {_SEEN: seen})
 
-    def _released(self, round: ClientRound, table: DataTable) -> Sent:
-        """The sums with their noise, whatever the rows and the public numbers are: each refusal by rows would
-        tell of one."""
+    def _released(self, round: ClientRound, data: Any, public: Mapping[str, Any]) -> Sent:
+        """The sums of this round with their noise, whatever the rows are: each refusal by rows would tell of
+        one."""
         assert round.noised is not None
-        places = self.survey.sum_places
-        exact = {
-            f"{number}.{name}": values
-            for number, question in enumerate(self.survey.questions)
-            for name, values in question.sums(table, {}, 0).items()
-            if isinstance(values, np.ndarray)
-        }
-        noised = round.noised(np.concatenate([exact[name].ravel() for name in places.reals]))
-        ends = np.cumsum([prod(shape) for shape in places.reals.values()])[:-1]
-        released = dict(zip(places.reals, np.split(noised, ends), strict=True))
-        return Sent(torch.zeros_like(round.vector), {_SUMS: places.encode(released)})
+        survey, places, stage = self.survey, self.survey.sum_places, round.context.round - 1
+        survey.check_stage(public, stage)
+        _check_finite(public)
+        if stage and _SEEN not in round.kept:
+            raise ProtocolError(
+                "this silo did not begin the analysis, whose sums would be of other silos than before; ask "
+                "all that are there anew"
+            )
+        table: DataTable = data.read(self.of.table, survey.needed, fresh=stage == 0, lenient=True)
+        made, names = survey.sums(table, public), survey.released(stage)
+        exact = {name: values for name, values in made.items() if isinstance(values, np.ndarray)}
+        about = blake3(survey.public_places.pack(public).numpy().tobytes()).digest()
+        noised = round.noised(np.concatenate([exact[name].ravel() for name in names]), about)
+        ends = np.cumsum([prod(places.reals[name]) for name in names])[:-1]
+        released = dict(zip(names, np.split(noised, ends), strict=True))
+        return Sent(torch.zeros_like(round.vector), {_SUMS: places.encode(released)}, {_SEEN: torch.ones(1)})
 
 
 class AnalysisServer(ServerAlgorithm):
@@ -215,8 +223,7 @@ class AnalysisServer(ServerAlgorithm):
         sums = survey.sum_places.decode(round.up[_SUMS], silos)
         kept = survey.kept_places
         held = kept.unpack(round.state[_KEPT]) if kept.size else {}
-        after = survey.step({**public, **held}, sums)
-        after["silos"] = np.array([float(silos)])
+        after = survey.step({**public, **held, "silos": np.array([float(silos)])}, sums)
         return Moved(
             round.model,
             {_SUMS: torch.zeros_like(round.up[_SUMS]), _PUBLIC: survey.public_places.pack(after)},
@@ -244,6 +251,11 @@ def _fingerprint(table: DataTable) -> Tensor:
             digest.update(name.encode()).update(table.columns[name].tobytes())
         found = table.derived[_SEEN] = list(digest.digest(16))
     return torch.tensor(found, dtype=torch.float32)
+
+
+def _check_finite(public: Mapping[str, Any]) -> None:
+    if not all(np.isfinite(numbers).all() for numbers in public.values()):
+        raise ProtocolError("the analysis came with public numbers that are not finite")
 
 
 def _check_seen(before: Tensor | None, now: Tensor) -> None:

@@ -30,7 +30,7 @@ from roundtable.core.layout import Layout
 from roundtable.core.tables.table_reading import DataTable
 
 Compare = Callable[[str, DataTable, int], None]
-Noised = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+Noised = Callable[[npt.NDArray[np.float64], bytes], npt.NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,9 @@ class ClientRound:
     is clipped by the job, None where it is not. `tune(module, steps, rate)` takes steps of plain SGD with the
     job's batches on a module; in an evaluation alone. alone: whether others see what
     this client sends as its own, as at a silo without masks. `compare(name, table, least)` raises where the
-    table differs from what analyses read before in fewer rows, and keeps it. `noised(sums)`, at level
-    example, gives float64 numbers that one record changes by 1 at most (L2) with the noise that hides it.
+    table differs from what analyses read before in fewer rows, and keeps it. `noised(sums, about)`, at
+    level example, gives float64 numbers, of which one record changes all rounds' together by 1 at most (L2),
+    with the noise that hides it; the same when this round is asked again about the same.
     scratch: what hooks hand to later hooks of the same round.
     """
 

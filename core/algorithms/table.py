@@ -29,12 +29,18 @@ class AlgorithmTable(Table):
     clients are in every round."""
 
     def sums_noise(self) -> float | None:
-        """The multiplier of the noise on sums that one record changes by 1; None without such sums."""
+        """The multiplier of the noise on sums that one record changes by 1, those of all rounds together;
+        None without such sums."""
         return None
 
     def most_added(self) -> int:
         """Of how many silos the digits of exact sums add up; 0 where updates are none."""
         return 0
+
+    def sums_shares(self) -> tuple[float, ...]:
+        """How much of the squared change one record makes in each round, which add up to 1; () without such
+        sums."""
+        return ()
 
     name: str = Field("fedavg", description="built in, installed, or a file beside the job as file.py:Class")
     epochs: int | None = Field(

@@ -41,5 +41,5 @@ class AskTable(Table):
         kind = getattr(self, "ask", "")
         raise ConfigError(
             f"{title}: ask = {kind!r} is not answered under [privacy]: {self.why_exact}. What is: describe, "
-            "t_test, correlation, linear, histogram, quantiles, table and top_values"
+            "t_test, correlation, linear, histogram, quantiles, table, top_values and boosted_trees"
         )

@@ -21,7 +21,7 @@ from roundtable.core.analyses.exact_sums import (
 from roundtable.core.analyses.noisy.noisy_question import NoisyQuestion, fair_shares
 from roundtable.core.analyses.question import DONE, Answer, Question
 from roundtable.core.analyses.questions_table import AnyQuestion
-from roundtable.core.errors import ConfigError
+from roundtable.core.errors import ConfigError, ProtocolError
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
@@ -94,6 +94,33 @@ class Survey:
         return max(question.rounds for question in self.questions)
 
     @property
+    def round_shares(self) -> tuple[float, ...]:
+        """How much of the survey's privacy each round takes, which add up to 1; () without noise."""
+        noisy = [question for question in self.questions if isinstance(question, NoisyQuestion)]
+        rounds = range(self.rounds if noisy else 0)
+        return tuple(math.fsum(question.change(stage) for question in noisy) for stage in rounds)
+
+    def released(self, stage: int) -> list[str]:
+        """The sums that silos release with noise in a stage, in the order of their places."""
+        return [
+            f"{number}.{name}"
+            for number, question in enumerate(self.questions)
+            if isinstance(question, NoisyQuestion)
+            for name in question.active(stage)
+        ]
+
+    def check_stage(self, public: Mapping[str, Doubles], stage: int) -> None:
+        """ProtocolError where questions with noise are not where they have to be in this round: what a round
+        costs follows from its number."""
+        for number, question in enumerate(self.questions):
+            found, expected = float(public[f"{number}.stage"][0]), stage if stage < question.rounds else DONE
+            if found != expected:
+                raise ProtocolError(
+                    f"{question.title}: round {stage + 1} came with the public numbers of another round; a "
+                    "survey under privacy takes its rounds in order: ask it anew"
+                )
+
+    @property
     def needed(self) -> dict[str, ColumnTable]:
         """The descriptions of the columns that it reads."""
         names = {name for question in self.questions for name in question.names}
@@ -147,10 +174,11 @@ class Survey:
         return found
 
     def step(self, public: Mapping[str, Doubles], sums: Mapping[str, Doubles]) -> dict[str, Doubles]:
-        """The next public and kept numbers; `public` has both."""
+        """The next public and kept numbers; `public` has both, and over how many silos the sums are."""
         after = dict(public)
+        silos = {"silos": public["silos"]}
         for number, question in enumerate(self.questions):
-            own = _own(public, number)
+            own = _own(public, number) | silos
             stage = float(own["stage"][0])
             if not 0 <= stage < DONE:
                 continue

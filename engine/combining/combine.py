@@ -262,7 +262,7 @@ def _of_rows(
         excluded={exclusion.client: exclusion.message for exclusion in result.excluded},
         weights=result.weights,
         diagnosis=result.diagnosis.to_dict(),
-        charge=_noise_of_silos(plan, noise),
+        charge=_noise_of_silos(plan, round, noise),
         directions=_directions(rows, seed) if plan.sketched else {},
     )
     return RoundDelta(result.vector, ServerState(previous=_previous(plan, result), past=past), account)
@@ -347,7 +347,7 @@ def _aggregated(
     return aggregate(rows.matrix, clients, plan.aggregation, chance, context=context, diagnose=diagnose)
 
 
-def _noise_of_silos(plan: Plan, noise: NoiseSource) -> Mapping[str, Any]:
+def _noise_of_silos(plan: Plan, round: int, noise: NoiseSource) -> Mapping[str, Any]:
     """What the record says where each silo adds its noise itself; its cost is in the silo's own account."""
     privacy = plan.privacy
     if not isinstance(privacy, OwnNoise):
@@ -359,5 +359,5 @@ def _noise_of_silos(plan: Plan, noise: NoiseSource) -> Mapping[str, Any]:
     }
     if isinstance(plan.noise, SiloNoise):
         account["noise_multiplier"] = plan.noise.noise_multiplier
-        account["silo_charge"] = plan.noise.charge.to_json()
+        account["silo_charge"] = plan.noise.charge(round).to_json()
     return account

@@ -122,13 +122,13 @@ def check_exact(job: JobConfig, said: str) -> None:
     PrivacyError where they may only be seen as a sum."""
     cohort, table, transfer = job.cohort, job.aggregation.validation, job.transfer
     masking, most = masking_of(job.privacy), job.algorithm.most_added()
-    if masking is None and (why := job.algorithm.why_masked()):
-        raise PrivacyError(why)
     if (job.algorithm.sums_noise() is None) != isinstance(job.privacy, NoPrivacy):
         raise PrivacyError(
             f"{said} and privacy.level = {job.privacy.level!r}: level example and algorithm.noise_multiplier "
             "go together, and neither without the other; `roundtable analyse` sets both"
         )
+    if masking is None and (why := job.algorithm.why_masked()):
+        raise PrivacyError(why)
     fixed = cohort.size is not None and cohort.minimum == cohort.size
     plain = transfer.up == "float32" and transfer.down == "float32"
     wanted = [

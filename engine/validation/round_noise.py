@@ -78,16 +78,19 @@ class CorrelatedRounds:
 @dataclass(frozen=True)
 class SiloNoise:
     """Each silo adds all of the noise that hides its update (level `client_local`), or `of_sums` a record in
-    the sums that are its update (level `example`)."""
+    the sums that are its update (level `example`): `sums` has what each round of those costs."""
 
     noise_multiplier: float
-    of_sums: bool = False
+    sums: tuple[Charge, ...] = ()
+
+    def charge(self, round: int) -> Charge:
+        """What a round (from 1) costs each silo that answers it."""
+        return self.sums[round - 1] if self.sums else local_gaussian_charge(self.noise_multiplier)
 
     @property
-    def charge(self) -> Charge:
-        """What a round costs each silo that answers it."""
-        made = sums_charge if self.of_sums else local_gaussian_charge
-        return made(self.noise_multiplier)
+    def least(self) -> Charge:
+        """What the job costs each silo before there is any model: a round, or of sums all of them."""
+        return sums_charge(self.noise_multiplier) if self.sums else self.charge(1)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ from roundtable.privacy import (
     distributed_noise,
     noise_for,
     sampling_of,
+    sums_charges,
     sums_noise,
     weak_signal,
 )
@@ -160,9 +161,18 @@ class Plan:
         return bound_of(self.privacy)
 
     @property
-    def silo_charge(self) -> Charge | None:
+    def silos_pay(self) -> bool:
+        """Whether each silo's own noise hides its update."""
+        return isinstance(self.noise, SiloNoise)
+
+    def silo_charge(self, round: int) -> Charge | None:
         """What a round costs each silo that answers it, where its own noise hides its update."""
-        return self.noise.charge if isinstance(self.noise, SiloNoise) else None
+        return self.noise.charge(round) if isinstance(self.noise, SiloNoise) else None
+
+    @property
+    def least_charge(self) -> Charge | None:
+        """What has to be left of a budget for the job to make any model; None where nobody is charged."""
+        return self.noise.least if isinstance(self.noise, SiloNoise) else self.charge_of(1)
 
     @property
     def separation(self) -> int:
@@ -311,9 +321,13 @@ def _noise(job: JobConfig, population: int, slices: tuple[slice, ...], spent: Se
                 distributed_noise(job, sum(part.stop - part.start for part in slices)).charge
             )
         case ExampleLevel() if job.releases_sums:
-            return SiloNoise(sums_noise(job), of_sums=True)
+            return _of_sums(job, sums_noise(job))
         case _:
             return NoiseElsewhere()
+
+
+def _of_sums(job: JobConfig, noise: float) -> SiloNoise:
+    return SiloNoise(noise, tuple(sums_charges(job, noise)))
 
 
 def _fresh(

@@ -78,7 +78,7 @@ class Account:
 
     async def reserve(self, step: m.Step) -> None:
         """Writes the reservation of an attempt; BudgetExceeded where a budget does not hold it."""
-        charge = self._plan.charge_of(step.round) or self._plan.silo_charge
+        charge = self._plan.charge_of(step.round) or self._plan.silo_charge(step.round)
         if charge is None:
             return
         async with self._turn:
@@ -87,7 +87,7 @@ class Account:
             limit = await self._database.read(lambda c: budget_of(c, self.population))
             budgets = [*budgets_of(self._privacy, self.population), *([limit] if limit else [])]
             await asyncio.to_thread(check_all, budgets, known, charge)
-            row = self._row(EVERY_SILO if self._plan.silo_charge else "", step, charge, released=False)
+            row = self._row(EVERY_SILO if self._plan.silos_pay else "", step, charge, released=False)
             await self._database.write(lambda connection: reserve(connection, row))
 
     async def release(self, step: m.Step) -> None:
@@ -106,14 +106,14 @@ class Account:
 
     async def receive(self, client: str, step: m.Step) -> None:
         """Charges a silo whose own noise is all that hides its update, before a byte of that is here."""
-        charge = self._plan.silo_charge
+        charge = self._plan.silo_charge(step.round)
         if charge is not None:
             row = self._row(client, step, charge, released=True)
             await self._database.write(lambda connection: add(connection, row))
 
     async def guarantee(self, step: m.Step) -> Guarantee:
         """The guarantee of the model that this step publishes; its own charge is counted."""
-        if isinstance(self._privacy, ExampleLevel) and self._plan.silo_charge is None:
+        if isinstance(self._privacy, ExampleLevel) and not self._plan.silos_pay:
             return Guarantee(silo_statement(self._privacy), {})
         known = await self._database.read(lambda connection: totals(connection, self.population))
         jobs = await self._database.read(lambda connection: jobs_of(connection, self.population))

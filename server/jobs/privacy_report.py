@@ -129,7 +129,7 @@ def job_privacy(
     if isinstance(privacy, NoPrivacy):
         return told
     told = replace(told, delta=privacy.delta, budget=privacy.epsilon)
-    if isinstance(privacy, ExampleLevel) and plan.silo_charge is None:
+    if isinstance(privacy, ExampleLevel) and not plan.silos_pay:
         return replace(told, statement=silo_statement(privacy))
     measure = (privacy.delta, privacy.accountant)
     all_of_it = [
@@ -148,4 +148,4 @@ def job_privacy(
 
 
 def _charge_of(plan: Plan, round: int) -> Charge | None:
-    return plan.charge_of(round) or plan.silo_charge
+    return plan.charge_of(round) or plan.silo_charge(round)

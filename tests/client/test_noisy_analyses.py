@@ -25,12 +25,12 @@ from roundtable.client.training.silo_account import Protection, payment
 from roundtable.client.worker.kept_release import KeptRelease
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, override_job
-from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.core.errors import ConfigError, PrivacyError, ProtocolError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.tables.silo_tables import SiloTables
 from roundtable.core.task import Site, load_task
 from roundtable.operator import OperatorClient
-from roundtable.privacy import compose, sums_charge
+from roundtable.privacy import compose, sums_charge, sums_charges
 from roundtable.privacy.example_level import SiloAccount
 from roundtable.simulation import simulate
 from roundtable.surveys import analyse, load_survey, survey_job, survey_plan
@@ -59,7 +59,19 @@ columns = ["age"]
 ask = "histogram"
 column = "age"
 by = "ill"
+
+[[questions]]
+name = "trees"
+ask = "boosted_trees"
+outcome = "ill"
+on = ["age"]
+cuts = "equal"
+rounds = 2
 """
+
+
+BEGAN = {"algorithm/seen": torch.ones(1)}
+"""What a silo keeps of an analysis that it began: nothing of its rows."""
 
 
 def write(folder: Path, asked: str = SURVEY) -> Path:
@@ -91,6 +103,7 @@ async def test_each_silo_adds_its_noise_and_both_ledgers_are_charged(
     survey = write(tmp_path)
     plan = survey_plan(load_survey(survey))
     one = sums_charge(plan.noise_multiplier)
+    by_round = sums_charges(survey_job(load_survey(survey), 3), plan.noise_multiplier)
     policy = PolicyTable(epsilon=3.0, delta=1e-6, analyses=AnalysesTable(epsilon=0.5))
     async with federation_of(tmp_path, "") as (address, folder):
         told = ["--coordinator", address, "--credentials", str(folder / "operator"), "--json"]
@@ -113,7 +126,8 @@ async def test_each_silo_adds_its_noise_and_both_ledgers_are_charged(
                     for config in silos:
                         path = config.state / "privacy" / "example.json"
                         kept = SiloAccount.from_json(path.read_text())
-                        assert [entry.charge for entry in kept.entries] == [one] * times
+                        assert len(by_round) == 3
+                        assert [entry.charge for entry in kept.entries] == by_round * times
                 check = ["analyse", "--check", str(tmp_path / "report.json"), "--json"]
                 assert run_command([*check, "--credentials", str(folder / "operator")]) == 0
                 assert json.loads(capsys.readouterr().out) == found[-1]
@@ -123,6 +137,7 @@ async def test_each_silo_adds_its_noise_and_both_ledgers_are_charged(
                 assert "above its budget" in capsys.readouterr().err
     privacy = found[0]["privacy"]
     assert privacy["epsilon"] == compose([one], 1e-6) <= 0.4
+    assert [each["answers"][2]["answered"] for each in found] == [True, True]
     assert (privacy["relation"], privacy["guarantee"]) == ("add_remove", True)
     ages = [each["answers"][0]["values"]["age"]["all"] for each in found]
     assert ages[0]["count"] != ages[1]["count"], "new noise for each survey"
@@ -133,14 +148,18 @@ async def test_each_silo_adds_its_noise_and_both_ledgers_are_charged(
         assert each["count_interval"][1] - each["count_interval"][0] <= 2 * 1.96 * noise + 1e-6
 
 
-def answered(job: JobConfig, folder: Path, attempt: int, table: Path, name: str = "alder") -> Any:
+def answered(
+    job: JobConfig, folder: Path, attempt: int, table: Path, round: int = 1, vector: Any = None
+) -> Any:
     """What a silo sends in an attempt, as its training process makes it; its account is in `folder`."""
+    name = "alder"
     task, algorithm = load_task("analysis", folder), make_algorithm(job.algorithm)
     model = initial_model(job, task)
-    work = LocalWork(job, model.layout, model.vector, 1, name, None, algorithm, alone=True)
+    sent, kept = (model.vector, None) if vector is None else (vector, BEGAN)
+    work = LocalWork(job, model.layout, sent, round, name, kept, algorithm, alone=True)
     protection = Protection(
-        payment(folder / "privacy", "one-job", 1, attempt, None, None),
-        release=KeptRelease(folder / "jobs" / "one-job" / "released-1.safetensors"),
+        payment(folder / "privacy", "one-job", round, attempt, None, None),
+        release=KeptRelease(folder / "jobs" / "one-job" / f"released-{round}.safetensors"),
     )
     data = task.data(Site(name, options={"people": {"file": str(table)}}))
     assert isinstance(data, SiloTables)
@@ -158,13 +177,44 @@ def test_who_asks_again_is_sent_the_same_and_pays_once(tmp_path: Path) -> None:
     assert torch.equal(first.delta, again.delta)
     account = SiloAccount.from_json((tmp_path / "privacy" / "example.json").read_text())
     assert len(account.entries) == 1
-    assert (first.examples, first.metrics, first.local) == (1, {}, {})
+    assert (first.examples, first.metrics, first.local) == (1, {}, BEGAN)
     # What was kept is lost: new noise, and a second charge.
     (tmp_path / "jobs" / "one-job" / "released-1.safetensors").write_bytes(b"damaged")
     third = answered(job, tmp_path, 3, table)
     assert not torch.equal(first.delta, third.delta)
     account = SiloAccount.from_json((tmp_path / "privacy" / "example.json").read_text())
     assert len(account.entries) == 2
+
+
+def test_a_later_round_is_answered_once_for_each_of_its_questions(tmp_path: Path) -> None:
+    """The second round: the same for who asks again, and paid anew for other public numbers, as after a
+    coordinator was restored; nothing for public numbers of another round."""
+    job = survey_job(load_survey(write(tmp_path)), 3)
+    table = tmp_path / "alder.csv"
+    layout = initial_model(job, load_task("analysis", tmp_path)).layout
+    algorithm = make_algorithm(job.algorithm)
+    [_, places] = algorithm.places
+    survey, size = job.algorithm.survey, places.size(0)  # type: ignore[attr-defined]
+
+    def second(seed: int) -> Any:
+        public = survey.public_places.unpack(torch.zeros(size))
+        noisy = np.random.default_rng(seed)
+        sums = {name: noisy.normal(0, 1, shape) for name, shape in survey.sum_places.reals.items()}
+        after = survey.step({**public, "silos": np.array([3.0])}, sums)
+        return torch.cat([torch.zeros(layout.size - size), survey.public_places.pack(after)])
+
+    def paid() -> list[tuple[int, int]]:
+        account = SiloAccount.from_json((tmp_path / "privacy" / "example.json").read_text())
+        return [(entry.round, entry.attempt) for entry in account.entries]
+
+    first = answered(job, tmp_path, 1, table, 2, second(1))
+    assert torch.equal(first.delta, answered(job, tmp_path, 2, table, 2, second(1)).delta)
+    assert paid() == [(2, 1)]
+    assert not torch.equal(first.delta, answered(job, tmp_path, 3, table, 2, second(2)).delta)
+    assert paid() == [(2, 1), (2, 3)]
+    with pytest.raises(ProtocolError, match="in order"):
+        answered(job, tmp_path, 1, table, 3, torch.zeros(layout.size))
+    assert paid() == [(2, 1), (2, 3)]
 
 
 def test_no_row_decides_whether_a_silo_answers(tmp_path: Path) -> None:

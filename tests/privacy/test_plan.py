@@ -75,7 +75,9 @@ def test_the_forecast_is_what_the_ledger_charges(level: str, changes: dict[str, 
     ledger = make_plan(job, POPULATION, (slice(0, 64),))
     for row in forecast.rows:
         rounds = range(1, row.round + 1)
-        charged = [charge for number in rounds if (charge := ledger.charge_of(number) or ledger.silo_charge)]
+        charged = [
+            charge for number in rounds if (charge := ledger.charge_of(number) or ledger.silo_charge(number))
+        ]
         assert len(charged) == row.round
         assert row.epsilon == pytest.approx(compose(charged, 1e-5, "rdp"), rel=1e-9)
 

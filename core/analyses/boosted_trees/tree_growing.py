@@ -40,6 +40,14 @@ def _histogram_at(place: int) -> str:
     return f"histogram {place}"
 
 
+def check_trees(split: Doubles, features: int) -> None:
+    """ProtocolError for trees [trees, nodes] that nobody can go down: splits by features or below nodes that
+    are not there."""
+    feature, _, _ = split_parts(np.clip(split, NONE, _MOST_CODE))
+    if (feature >= features).any() or (feature[:, split.shape[1] // 2 :] >= 0).any():
+        raise ProtocolError("the analysis came with trees that are none of its features and depth")
+
+
 @dataclass(frozen=True)
 class Grower:
     """Grows `outputs` trees side by side, `trees` times; at most `slots` histograms a round.
@@ -104,13 +112,10 @@ class Grower:
         return {"done": 0.0, "split": empty, **self._roots()}
 
     def check(self, public: Arrays) -> None:
-        """ProtocolError for trees that nobody can go down: splits by features or below nodes that are not
-        there, or more trees than there are to be."""
-        feature, _, _ = split_parts(np.clip(public["split"], NONE, _MOST_CODE))
-        done, leaves = float(public["done"][0]), feature[:, self.nodes // 2 :]
-        features = len(self.offsets) - 1
-        if (feature >= features).any() or (leaves >= 0).any() or not 0 <= done <= self.trees:
-            raise ProtocolError("the analysis came with trees that are none of its features and depth")
+        """ProtocolError for trees that nobody can go down, or more trees than there are to be."""
+        check_trees(public["split"], len(self.offsets) - 1)
+        if not 0 <= float(public["done"][0]) <= self.trees:
+            raise ProtocolError("the analysis came with more trees than it is to grow")
 
     def _roots(self) -> dict[str, Any]:
         bounds = np.empty((self.outputs, self.nodes, 2))

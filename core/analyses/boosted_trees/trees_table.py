@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import override
 
 from roundtable.core.analyses.ask_table import AskTable
 from roundtable.core.analyses.boosted_trees.boosted_cox import BoostedHazards
 from roundtable.core.analyses.boosted_trees.boosting import BoostedTrees
-from roundtable.core.analyses.boosted_trees.boosting_objectives import POISSON_STEP
+from roundtable.core.analyses.boosted_trees.boosting_objectives import POISSON_STEP, Boosting
 from roundtable.core.analyses.boosted_trees.feature_bins import BoostingPlan
+from roundtable.core.analyses.boosted_trees.noisy_trees import NoisyTrees
 from roundtable.core.analyses.boosted_trees.split_choice import Growth
 from roundtable.core.analyses.question import Question
 from roundtable.core.errors import ConfigError
@@ -28,9 +30,6 @@ MOST_NODES = 1 << 17
 class BoostedTreesTable(AskTable):
     """Gradient-boosted trees, as xgboost grows them on the pooled rows."""
 
-    why_exact: ClassVar[str] = (
-        "a row is in every feature's histogram, node after node, and no noise is made for all of them yet"
-    )
     ask: Literal["boosted_trees"] = Field(description="this kind of question")
     outcome: ColumnName = Field(
         description="a number (squared error), or a category (logistic or multinomial loss)"
@@ -53,6 +52,10 @@ class BoostedTreesTable(AskTable):
     reg_alpha: Finite = Field(0.0, ge=0, description="L1 penalty of leaves (alpha)")
     gamma: Finite = Field(0.0, ge=0, description="least gain of a split")
     bins: int = Field(64, ge=2, le=1024, description="most bins of a column of numbers")
+    splits: Literal["best", "random"] | None = Field(
+        None,
+        description="under [privacy] alone: random (default), so that only leaves cost, or best",
+    )
     cuts: Literal["quantiles", "equal"] = Field(
         "quantiles", description="bins of about equally many rows, or of equal width"
     )
@@ -77,7 +80,9 @@ class BoostedTreesTable(AskTable):
     weights: ColumnName | None = Field(
         None, description="a column of numbers from 0 on: how much each row counts; default: all alike"
     )
-    seed: int = Field(0, ge=0, lt=1 << 32, description="draws the rows that are held out")
+    seed: int = Field(
+        0, ge=0, lt=1 << 32, description="draws the rows that are held out, and splits that are random"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> BoostedTreesTable:
@@ -104,8 +109,8 @@ class BoostedTreesTable(AskTable):
             raise ValueError("early_stopping looks at rows that are held out: set held_out, such as 0.2")
         return self
 
-    def make(self, columns: Mapping[str, ColumnTable], least: int, title: str) -> Question:
-        """The question. ConfigError where its trees are too many to publish, or base_score does not fit."""
+    @property
+    def _boosting(self) -> BoostingPlan:
         signs = tuple(self.monotone.get(name, 0) for name in self.on)
         growth = Growth(
             self.learning_rate,
@@ -118,7 +123,7 @@ class BoostedTreesTable(AskTable):
             tuple(frozenset(map(self.on.index, group)) for group in self.interactions),
             POISSON_STEP if self.objective == "poisson" else 0.0,
         )
-        plan = BoostingPlan(
+        return BoostingPlan(
             self.rounds,
             growth,
             self.bins,
@@ -131,6 +136,14 @@ class BoostedTreesTable(AskTable):
             self.objective == "poisson",
             self.weights,
         )
+
+    def make(self, columns: Mapping[str, ColumnTable], least: int, title: str) -> Question:
+        """The question. ConfigError where its trees are too many to publish, or base_score does not fit."""
+        if self.splits is not None:
+            raise ConfigError(
+                f"{title}: splits is of surveys with [privacy], and others take the best: leave it out"
+            )
+        plan = self._boosting
         if self.objective is not None and self.outcome in columns and columns[self.outcome].kind != "number":
             raise ConfigError(
                 f"{title}: objective is of numbers, and {self.outcome!r} is a category: leave it out"
@@ -140,16 +153,40 @@ class BoostedTreesTable(AskTable):
             made: BoostedTrees = BoostedHazards(*asked, self.event, self.every)
         else:
             made = BoostedTrees(*asked)
-        places = self.rounds * made.objective.outputs * growth.nodes
+        self._check(title, plan, made.objective, plan.growth.nodes)
+        return made
+
+    @override
+    def make_noisy(self, columns: Mapping[str, ColumnTable], title: str) -> NoisyTrees:
+        """The question under privacy. ConfigError for what has no bound, or would be another release."""
+        for unfit, key, why in (
+            (self.event is not None, "event", "a row's part in the hazards of others has no bound"),
+            (self.objective == "poisson", "objective", "the gradient of a count has no bound"),
+            (
+                self.weights is not None,
+                "weights",
+                "a row that weighs more would have to be hidden by more noise",
+            ),
+            (self.held_out > 0, "held_out", "losses are of rows, and each would cost as much as a tree"),
+            (bool(self.monotone), "monotone", "the noise of leaves is as likely to fall as to rise"),
+        ):
+            if unfit:
+                raise ConfigError(f"{title}: {key} is not answered under [privacy]: {why}; leave it out")
+        plan = self._boosting
+        made = NoisyTrees(columns, title, self.outcome, self.on, plan, self.splits != "best")
+        self._check(title, plan, made.loss.of, plan.growth.nodes)
+        return made
+
+    def _check(self, title: str, plan: BoostingPlan, objective: Boosting, nodes: int) -> None:
+        places = plan.rounds * objective.outputs * nodes
         if places > MOST_NODES:
             raise ConfigError(
-                f"{title}: {self.rounds} rounds of {made.objective.outputs} trees of depth {self.max_depth} "
-                f"have {places:,} places for nodes, and {MOST_NODES:,} are published at most: set fewer "
-                "rounds, or a smaller max_depth"
+                f"{title}: {plan.rounds} rounds of {objective.outputs} trees of depth "
+                f"{plan.growth.max_depth} have {places:,} places for nodes, and {MOST_NODES:,} are "
+                "published at most: set fewer rounds, or a smaller max_depth"
             )
-        if self.base_score is not None and not made.objective.takes(self.base_score):
+        if self.base_score is not None and not objective.takes(self.base_score):
             raise ConfigError(
-                f"{title}: base_score = {self.base_score:g} is none of {made.objective.name}, which takes "
-                f"{made.objective.bases}"
+                f"{title}: base_score = {self.base_score:g} is none of {objective.name}, which takes "
+                f"{objective.bases}"
             )
-        return made

@@ -85,10 +85,10 @@ def _quantile(bins: Doubles, edges: Doubles, share: float, noise: float) -> tupl
     noises = noise**2 * ((1 - share) ** 2 * places + share**2 * (len(bins) - places))
     error = np.sqrt(noises + n * share * (1 - share))
     # The curve that does not fall and is nearest in least squares (Barlow et al. 1972).
-    rising = _rising(away)
-    place = int(np.clip(np.searchsorted(rising, 0.0, side="right") - 1, 0, len(bins) - 1))
-    step = rising[place + 1] - rising[place]
-    inside = 0.5 if step <= 0 else min(max(-rising[place] / step, 0.0), 1.0)
+    curve = rising(away)
+    place = int(np.clip(np.searchsorted(curve, 0.0, side="right") - 1, 0, len(bins) - 1))
+    step = curve[place + 1] - curve[place]
+    inside = 0.5 if step <= 0 else min(max(-curve[place] / step, 0.0), 1.0)
     value = float(edges[place] + inside * (edges[place + 1] - edges[place]))
     may_be = [place, place + 1, *np.flatnonzero(np.abs(away) <= Q95 * error).tolist()]
     # Within a bin nobody knows where its rows lie.
@@ -100,7 +100,7 @@ def _quantile(bins: Doubles, edges: Doubles, share: float, noise: float) -> tupl
     return value, float(edges[first]), float(edges[last])
 
 
-def _rising(values: Doubles) -> Doubles:
+def rising(values: Doubles) -> Doubles:
     """The non-decreasing sequence nearest to `values` in least squares."""
     pools: list[tuple[float, int]] = []
     for value in values.tolist():

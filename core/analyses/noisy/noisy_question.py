@@ -1,10 +1,14 @@
-"""A question whose sums are released once, with noise: what one row changes, and how large the noise is.
+"""A question whose sums are released with noise: what one row changes, and how large the noise is.
 
 Neighbouring tables differ in one row that is there or not (add/remove). A question adds up blocks of
 numbers, and one row changes each block by no more than its `reach`, in the L2 norm, whatever the row holds:
 columns have the public ranges and values of the study. A survey gives each block a share of one Gaussian
 mechanism (w², which add up to 1) and sends the block times w/reach, so that one row changes all that a silo
 sends by 1 at most; each silo adds noise of standard deviation z to every number before it leaves.
+
+A block that is released in several rounds, of rows and of what is public by then, divides its share among
+them. Gaussian releases that are chosen one after the other compose as one whose squared changes add up (Dong,
+Roth & Su 2022, corollary 3.3), so the survey costs what a single release with noise z does.
 """
 
 from __future__ import annotations
@@ -28,14 +32,22 @@ Q95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class SumBlock:
-    """Numbers that are released together, of this shape; one row changes them by `reach` at most (L2)."""
+    """Numbers that are released together, of this shape; one row changes them by `reach` at most (L2), in
+    each of the `stages` in which they are released."""
 
     shape: Shape
     reach: float
+    stages: range = range(1)
+
+    @property
+    def whole_reach(self) -> float:
+        """By how much one row changes all its releases together."""
+        return self.reach * math.sqrt(len(self.stages))
 
 
 class NoisyQuestion(Question):
-    """One round, and the same numbers asked of every silo whatever its rows are; subclasses say which.
+    """Rounds that are fixed beforehand, and the same numbers asked of every silo whatever its rows are;
+    subclasses say which. Its stage is the number of the round, from 0 on.
 
     Numbers beyond the public range count as at its end, and values that no category has as missing: to refuse
     them would tell of a single row.
@@ -52,17 +64,42 @@ class NoisyQuestion(Question):
         raise NotImplementedError
 
     def added(self, table: DataTable) -> dict[str, Doubles]:
-        """The exact blocks of a silo's rows, which nobody else may see."""
+        """The exact blocks of a silo's rows, which nobody else may see; of a question of one round."""
         raise NotImplementedError
+
+    def added_at(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
+        """The same in a stage, in which these numbers are public. They may be anything that is finite: a row
+        changes no block by more than its reach."""
+        return self.added(table)
+
+    def follow(self, public: Arrays, released: Arrays, stage: int) -> dict[str, Any]:
+        """What is public after a stage, from the noisy blocks over all silos."""
+        return dict(released)
 
     def share(self, shares: Mapping[str, float], noise_multiplier: float) -> None:
         """Sets each block's share w² of the survey's privacy, and the noise z of each silo."""
-        self._scales = {name: math.sqrt(shares[name]) / block.reach for name, block in self.blocks.items()}
+        self._scales = {
+            name: math.sqrt(shares[name]) / block.whole_reach for name, block in self.blocks.items()
+        }
         self._noise = noise_multiplier
 
     def spread(self, block: str, silos: float = 1.0) -> float:
         """The standard deviation of the noise on each of a block's numbers, over so many silos."""
         return self._noise * math.sqrt(silos) / self._scales[block]
+
+    def active(self, stage: int) -> list[str]:
+        """The blocks that are released in a stage."""
+        return [name for name, block in self.blocks.items() if stage in block.stages]
+
+    def change(self, stage: int) -> float:
+        """By how much one row changes what is sent in a stage, squared; over all stages the question's share
+        of the survey."""
+        return math.fsum((self._scales[name] * self.blocks[name].reach) ** 2 for name in self.active(stage))
+
+    @property
+    @override
+    def rounds(self) -> int:
+        return 1 + max(block.stages[-1] for block in self.blocks.values())
 
     @property
     @override
@@ -81,13 +118,17 @@ class NoisyQuestion(Question):
 
     @override
     def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
-        """The blocks as they are sent, still without noise: one row changes them by the square root of the
-        question's share at most."""
-        return {name: values * self._scales[name] for name, values in self.added(table).items()}
+        """The blocks as they are sent, still without noise: one row changes them by the square root of
+        `change` at most."""
+        return {
+            name: values * self._scales[name] for name, values in self.added_at(table, public, stage).items()
+        }
 
     @override
     def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
-        return {"stage": DONE, **{name: values / self._scales[name] for name, values in sums.items()}}
+        released = {name: sums[name] / self._scales[name] for name in self.active(stage)}
+        after = self.follow(public, released, stage)
+        return {"stage": DONE if stage + 1 == self.rounds else float(stage + 1), **after}
 
     @staticmethod
     def silos(public: Arrays) -> float:
@@ -98,11 +139,11 @@ class NoisyQuestion(Question):
 def fair_shares(questions: Sequence[tuple[NoisyQuestion, float]]) -> list[dict[str, float]]:
     """Each block's share w² of one mechanism, by question; all add up to 1.
 
-    In proportion to reach, times the question's weight: then the noise variances of the blocks, (reach/w)²
-    each, have the least sum at equal weights.
+    In proportion to reach, that of all a block's releases together, times the question's weight: then the
+    noise variances of the blocks, (reach/w)² each, have the least sum at equal weights.
     """
     wanted = [
-        {name: block.reach * weight for name, block in question.blocks.items()}
+        {name: block.whole_reach * weight for name, block in question.blocks.items()}
         for question, weight in questions
     ]
     whole = math.fsum(part for each in wanted for part in each.values())

@@ -68,7 +68,7 @@ def _made(
 ) -> tuple[JobRow, ArtifactRow]:
     """Blocks: reads its model. `population`: how many silos there are for it; `spent`: what they bear.
 
-    BudgetExceeded where one of the budgets does not hold a round beside that: the job could make none.
+    BudgetExceeded where one of the budgets does not hold a round, or all of a survey, beside that.
     """
     path = services.artifacts.path(submission.model)
     try:
@@ -86,7 +86,7 @@ def _made(
     check_inside(job.tracking)
     check_trackers(job.tracking)
     plan = plan_of(job, layout, population, spent)
-    if (charge := plan.charge_of(1) or plan.silo_charge) is not None:
+    if (charge := plan.least_charge) is not None:
         check_all(budgets, spent, charge)
     check_device(plan)
     if plan.aggregation.takes("root_update") and not services.trusted.offers(job.task):

@@ -7,30 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from noisy_surveys import COLUMNS, released, survey
 
-from roundtable.core.analyses.exact_sums import Doubles
 from roundtable.core.analyses.noisy.noisy_cells import independence
 from roundtable.core.analyses.noisy.noisy_question import NoisyQuestion
-from roundtable.core.analyses.questions_table import AnyQuestion
-from roundtable.core.analyses.survey import Survey
 from roundtable.core.errors import ConfigError
-from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
-from roundtable.core.toml import TomlDocument, validate
-from roundtable.core.toml_tables import Table
-from roundtable.privacy import SeededNoise, add_gaussian, solve_noise, sums_charge
+from roundtable.privacy import solve_noise, sums_charge
 
-COLUMNS = {
-    "age": ColumnTable(least=0, most=100),
-    "rate": ColumnTable(least=-40, most=200),
-    "sex": ColumnTable(kind="category", values=("f", "m")),
-    "kind": ColumnTable(kind="category", values=(1, 2, 3)),
-    "open": ColumnTable(least=0),
-    "drug": ColumnTable(kind="category", values=("no", "yes")),
-}
 NOISY: list[dict[str, Any]] = [
     {"ask": "describe", "columns": ["age", "rate"], "by": "kind"},
     {"ask": "t_test", "column": "rate", "by": "sex"},
@@ -58,33 +44,12 @@ EXACT: list[dict[str, Any]] = [
     {"ask": "cox", **TIMES, "on": ["rate"]},
     {"ask": "weighted_cox", **TIMES, "treatment": "drug", "propensity": ["rate"]},
     {"ask": "concordance", **TIMES, "score": "rate", "score_every": 1.0},
-    {"ask": "boosted_trees", "outcome": "rate", "on": ["age"]},
+    {"ask": "boosted_trees", "outcome": "rate", "on": ["age"], "held_out": 0.2},
+    {"ask": "boosted_trees", "outcome": "rate", "on": ["age"], "objective": "poisson"},
+    {"ask": "boosted_trees", "outcome": "age", "event": "sex", "every": 5.0, "on": ["rate"]},
     {"ask": "describe", "columns": ["open"]},
     {"ask": "quantiles", "column": "age", "at": [0.0, 0.5]},
 ]
-
-
-class _Asked(Table):
-    questions: list[AnyQuestion]
-
-
-def survey(questions: list[dict[str, Any]], noise: float | None) -> Survey:
-    asked = validate(_Asked, TomlDocument({"questions": questions}, "test", "")).questions
-    return Survey.of(COLUMNS, asked, 1, noise)
-
-
-def released(asked: Survey, tables: list[DataTable], noise: float, seed: int = 0) -> list[Any]:
-    public = asked.public_places.unpack(torch.zeros(asked.public_places.size))
-    sums: dict[str, Doubles] = {}
-    for number, table in enumerate(tables):
-        for name, exact in asked.sums(table, public).items():
-            source = SeededNoise(seed, number, name)
-            sums[name] = (
-                sums.get(name, 0.0) + add_gaussian(torch.from_numpy(exact), noise, source).vector.numpy()
-            )
-    after = asked.step(public, sums)
-    after["silos"][0] = len(tables)
-    return asked.answers(after)
 
 
 number = st.one_of(st.floats(-1e9, 1e9), st.sampled_from([math.nan, math.inf, -40.0, 0.0, 100.0, 200.0]))
