@@ -145,28 +145,36 @@ class Capture(nn.Module):
         raise _Stop(inputs)
 
 
-class FixedOutput(nn.Module):
-    """Stands in for a model whose output was computed before, from `inputs` where they are given."""
+OTHER_INPUTS = (
+    "in a pipeline the loss is called on the first stage and on the last, and it called the model with "
+    "different inputs for one batch: let it draw random numbers from torch's generator"
+)
 
-    def __init__(self, output: Any, inputs: tuple[Any, ...] | None = None) -> None:
+
+class FixedOutput(nn.Module):
+    """Stands in for a model whose output was computed before, from `inputs` where they are given.
+
+    With `later` nobody waits for the device to compare inputs: `differs` is then a truth value on the device.
+    """
+
+    def __init__(self, output: Any, inputs: tuple[Any, ...] | None = None, *, later: bool = False) -> None:
         super().__init__()
         self._output = output
         self._inputs = inputs
+        self._later = later
+        self.differs: Tensor | None = None
 
     @override
     def forward(self, *inputs: Any) -> Any:
-        """The output; TaskError for other inputs than it was computed from."""
-        if self._inputs is not None and not _alike(inputs, self._inputs):
-            raise TaskError(
-                "in a pipeline the loss is called on the first stage and on the last, and it called the "
-                "model with different inputs for one batch: let it draw random numbers from torch's generator"
-            )
+        """The output; TaskError for other inputs than it was computed from, with `later` for other shapes."""
+        if self._inputs is not None:
+            if [each.shape for each in inputs] != [each.shape for each in self._inputs]:
+                raise TaskError(OTHER_INPUTS)
+            pairs = zip(inputs, self._inputs, strict=True)
+            self.differs = torch.stack([(one != other).any() for one, other in pairs]).any()
+            if not self._later and self.differs:
+                raise TaskError(OTHER_INPUTS)
         return self._output
-
-
-def _alike(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    same_shape = len(inputs) == len(others)
-    return same_shape and all(torch.equal(one, other) for one, other in zip(inputs, others, strict=True))
 
 
 def inputs_of(task: Task, batch: Any) -> tuple[Any, ...]:
@@ -179,7 +187,11 @@ def inputs_of(task: Task, batch: Any) -> tuple[Any, ...]:
 
 
 class Pipeline:
-    """This rank's stages, run over micro-batches."""
+    """This rank's stages, run over micro-batches.
+
+    After a backward pass `differs` says on the last stage, in a truth value on the device, whether the loss
+    called the model with other inputs than the first stage was given.
+    """
 
     def __init__(
         self, stages: Sequence[nn.Module], strategy: Strategy, meshes: Meshes, device: torch.device
@@ -194,6 +206,7 @@ class Pipeline:
         self._schedules: dict[Any, _Schedule] = {}
         self._micro: list[Any] = []
         self._use: Callable[[Any, Any], Tensor] = lambda output, batch: output
+        self.differs: Tensor | None = None
         self._seed = 0
         for index, part in enumerate(stages):
             begin = partial(self._begin, self._places[index])
@@ -213,10 +226,12 @@ class Pipeline:
             return isolated_randomness(derive_seed(drawn, "loss", index), self._device)
 
         def weighted(output: Any, index: int) -> Tensor:
-            # Comparing inputs waits for the device, so it is done once a step.
-            model = FixedOutput(output, None if index else inputs[0])
+            model = FixedOutput(output, None if index else inputs[0], later=True)
             with the_same(index):
-                return task.loss(model, batches[index]) * weights[index]
+                loss = task.loss(model, batches[index]) * weights[index]
+            if not index:
+                self.differs = model.differs
+            return loss
 
         for index, batch in enumerate(batches):
             with the_same(index):

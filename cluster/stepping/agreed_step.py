@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.pipeline_stages import OTHER_INPUTS
 from roundtable.cluster.parallel.routing import ExpertLoads, ExpertShares
 from roundtable.cluster.parallel.shards import local_of
 from roundtable.cluster.stepping.local_parameters import asks_device, drop_gradients, hand_over
 from roundtable.cluster.stepping.loss_scaling import LossScale
 from roundtable.cluster.stepping.sharded_optimizer import align_gradients, parts_by_kind
+from roundtable.core.errors import TaskError
 
 _LOSS, _STOP, _DUE, _SQUARES, _BAD = range(5)
 
@@ -49,14 +51,23 @@ class PendingFigures:
     """A step's figures on their way to the host."""
 
     def __init__(
-        self, figures: Tensor, losses: Tensor | None, total: int, loads: ExpertLoads | None = None
+        self,
+        figures: Tensor,
+        losses: Tensor | None,
+        total: int,
+        loads: ExpertLoads | None = None,
+        differs: Tensor | None = None,
     ) -> None:
-        """`figures` float64 [5, then the experts' loads] as reduced; `total` counts the step's examples."""
+        """`figures` float64 [5, then the experts' loads] as reduced; `total` counts the step's examples.
+
+        `differs` is that of a Pipeline.
+        """
         self.total = total
         self._loads = loads
         self._counts = len(figures) - _BAD - 1
         own = torch.zeros(0, device=figures.device) if losses is None else losses
-        self._values = torch.cat([figures, own.double()])
+        other = torch.zeros(1, device=figures.device) if differs is None else differs.view(1)
+        self._values = torch.cat([figures, own.double(), other.double()])
         self._arrived: torch.cuda.Event | None = None
         if figures.is_cuda:
             there = torch.empty(self._values.shape, dtype=torch.float64, pin_memory=True)
@@ -65,10 +76,12 @@ class PendingFigures:
             self._arrived.record()
 
     def read(self) -> AgreedFigures:
-        """Waits for them."""
+        """Waits for them; TaskError where a pipeline's loss called the model with other inputs."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        values = self._values.tolist()
+        *values, differs = self._values.tolist()
+        if differs:
+            raise TaskError(OTHER_INPUTS)
         own = _BAD + 1 + self._counts
         return AgreedFigures(
             loss=values[_LOSS] / self.total,
@@ -120,12 +133,17 @@ class AgreedStep:
 
     @torch.no_grad()
     def agree(
-        self, losses: Tensor | None, sizes: Sequence[int], total: int, wishes: Sequence[float]
+        self,
+        losses: Tensor | None,
+        sizes: Sequence[int],
+        total: int,
+        wishes: Sequence[float],
+        differs: Tensor | None = None,
     ) -> PendingFigures:
         """Unscales, corrects and clips the gradients; collective.
 
         `losses` are the means over micro-batches of `sizes` examples where this rank has them, `total` counts
-        the examples of all ranks, `wishes` are rank 0's (stop, due), 0 on others.
+        the examples of all ranks, `wishes` are rank 0's (stop, due), 0 on others, `differs` is a Pipeline's.
         """
         align_gradients(self._parameters)
         if self._scale is not None:
@@ -136,7 +154,7 @@ class AgreedStep:
         self._figures = self._reduced(losses, sizes, wishes)
         if self._max_norm is not None:
             clip(self._parameters, self._figures[_SQUARES].sqrt(), self._max_norm)
-        return PendingFigures(self._figures, losses, total, self._loads)
+        return PendingFigures(self._figures, losses, total, self._loads, differs)
 
     def clear(self) -> None:
         """Forgets the gradients, before the next step's."""

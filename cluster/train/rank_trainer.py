@@ -366,7 +366,7 @@ class RankTrainer:
         if self.peers is not None:
             return self._with_peers(self.peers, losses, share, taking, wishes)
         arriving.ahead()
-        return taking.agree(losses, share.sizes, share.total, wishes.told())
+        return taking.agree(losses, share.sizes, share.total, wishes.told(), self.replica.differs)
 
     def _with_peers(
         self,
@@ -388,7 +388,7 @@ class RankTrainer:
         first = dist.get_rank() == 0
         mean = torch.tensor([met.loss / max(met.examples, 1)], device=self.device) if first else None
         told = [float(first and met.stop), wishes.told()[1]]
-        return taking.agree(mean, [met.examples], max(met.examples, 1), told)
+        return taking.agree(mean, [met.examples], max(met.examples, 1), told, self.replica.differs)
 
     def _randomness(self, round: int, purpose: str, step: int) -> Any:
         """Seeds a step: alike on ranks with the same examples, and when the step is done again."""

@@ -134,6 +134,11 @@ class Replica:
         """Whether layers that hold several parts are split, so that each part is a parameter."""
         return self._packed
 
+    @property
+    def differs(self) -> Tensor | None:
+        """Whether a pipeline's loss had other inputs on its last stage than on its first, on that stage."""
+        return None if self.pipeline is None else self.pipeline.differs
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and saved buffers of this rank by their names in the whole model."""
         return named_tensors(self.parts)

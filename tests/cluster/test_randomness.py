@@ -14,6 +14,7 @@ from ranks import run_ranks
 
 from roundtable.cluster.parallel.pipeline_stages import FixedOutput
 from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.stepping.agreed_step import PendingFigures
 from roundtable.core.errors import TaskError
 
 STEPS = {"steps": 1, "batch_size": 8, "learning_rate": 0.1}
@@ -173,3 +174,12 @@ def test_a_loss_that_changes_its_mind_is_told() -> None:
     assert torch.equal(model(torch.ones(2)), torch.zeros(2))
     with pytest.raises(TaskError, match="different inputs for one batch"):
         model(torch.zeros(2))
+    # In training with a step's other figures, for which a device is not waited for.
+    later = FixedOutput(torch.zeros(2), (torch.ones(2),), later=True)
+    for given in (torch.ones(2), torch.zeros(2)):
+        later(given)
+    with pytest.raises(TaskError, match="different inputs for one batch"):
+        later(torch.ones(3))
+    assert PendingFigures(torch.zeros(5), None, 1).read().sound
+    with pytest.raises(TaskError, match="different inputs for one batch"):
+        PendingFigures(torch.zeros(5), None, 1, differs=later.differs).read()
