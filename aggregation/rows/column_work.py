@@ -38,7 +38,7 @@ class GramCells:
 
     def parts(self, values: torch.Tensor, compiled: Kernels | None) -> Iterable[np.ndarray]:
         if compiled is not None:
-            return cells_compiled(compiled, "gram_cells", values)
+            return cells_compiled(compiled, "gram_cells", values, pairs=True)
         return (as_numpy(cell @ cell.T) for cell in _cells(values))
 
 
@@ -71,6 +71,22 @@ class AroundCells:
         for cell in _cells(values):
             apart = cell - cell[self.centre]
             yield as_numpy(apart @ apart.T)
+
+
+@dataclass(frozen=True)
+class ApartCells:
+    """‖row i − row p‖², [rows], of the differences themselves."""
+
+    pivot: int
+    kernels: ClassVar[bool] = True
+
+    def at(self, start: int, stop: int) -> ApartCells:
+        return self
+
+    def parts(self, values: torch.Tensor, compiled: Kernels | None) -> Iterable[np.ndarray]:
+        if compiled is not None:
+            return cells_compiled(compiled, "apart_cells", values, self.pivot)
+        return (as_numpy(((cell - cell[self.pivot]) ** 2).sum(1)) for cell in _cells(values))
 
 
 @dataclass(frozen=True)
@@ -145,7 +161,7 @@ class OrderStatistic:
         column_statistic(values, self.comparators, self.statistic, self.first, self.last, out, compiled)
 
 
-CellWork: TypeAlias = GramCells | NormCells | AroundCells | AlongCells | SketchCells
+CellWork: TypeAlias = GramCells | NormCells | AroundCells | ApartCells | AlongCells | SketchCells
 """Sums over columns: `parts` gives those of each cell of a block [rows, width], in order, in float64."""
 
 FillWork: TypeAlias = Combination | OrderStatistic
@@ -157,7 +173,16 @@ worker cuts that once more, counted from the block's first."""
 
 _WORKS: Mapping[str, type[Any]] = {
     each.__name__: each
-    for each in (GramCells, NormCells, AroundCells, AlongCells, SketchCells, Combination, OrderStatistic)
+    for each in (
+        GramCells,
+        NormCells,
+        AroundCells,
+        ApartCells,
+        AlongCells,
+        SketchCells,
+        Combination,
+        OrderStatistic,
+    )
 }
 
 

@@ -18,7 +18,14 @@ import numpy as np
 import torch
 
 from roundtable.aggregation.conditions import NotFinite
-from roundtable.aggregation.rows.column_work import AlongCells, AroundCells, Combination, GramCells, NormCells
+from roundtable.aggregation.rows.column_work import (
+    AlongCells,
+    ApartCells,
+    AroundCells,
+    Combination,
+    GramCells,
+    NormCells,
+)
 from roundtable.aggregation.rows.file_matrix import FileRows, SelectedFiles
 from roundtable.aggregation.rows.matrix import MixedRows, SelectedRows, UpdateMatrix
 from roundtable.aggregation.rows.row_passes import fill_columns, sum_over_cells
@@ -78,6 +85,19 @@ def squared_distances(products: np.ndarray) -> np.ndarray:
     distances = np.maximum(norms[:, None] + norms[None, :] - 2 * products, 0.0)
     np.fill_diagonal(distances, 0.0)
     return np.asarray(distances)
+
+
+def distances_from(matrix: UpdateMatrix, pivot: int) -> np.ndarray:
+    """‖row i − row p‖², [n], for a rule: one pass over the data, however many rows there are.
+
+    Raises AggregationError where an update is not finite.
+    """
+    if isinstance(matrix, MixedRows):
+        return np.asarray(squared_distances(finite_gram(matrix))[pivot])
+    distances = sum_over_cells(matrix, ApartCells(pivot), (matrix.rows,))
+    if not np.isfinite(distances).all():
+        raise NotFinite
+    return distances
 
 
 def without_rounding(values: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ constexpr int64_t WIDTH = 128;  // columns sorted together: n rows of it stay in
 constexpr int64_t DEPTH = 128;  // columns whose products are accumulated from one converted panel
 constexpr int64_t SIDE = 4;     // rows of a panel; products are formed of two panels at a time
 constexpr int64_t TILE = 128;   // columns of a linear combination that are summed over all rows at a time
+constexpr int64_t STRIP = 512;  // columns whose distances from one row are formed for all rows at a time
 constexpr int64_t AHEAD = 1024;  // columns from those in work to those that memory is asked for
 
 #ifdef __AVX512F__
@@ -251,6 +252,50 @@ void norm_cells(Rows<T> x, int64_t n, int64_t columns, int64_t cell, double* out
     }
 }
 
+// ‖row i − row p‖² of all rows, cell by cell: [cells, n] in float64, of the differences themselves. Columns go in
+// strips, of which row p is converted once for all rows.
+template <typename T>
+void apart_cells(Rows<T> x, int64_t n, int64_t columns, int64_t cell, double* out, int64_t pivot) {
+    constexpr int64_t together = 4;
+    std::vector<double> storage(STRIP + n * together * LANES + LANES);
+    const uintptr_t address = reinterpret_cast<uintptr_t>(storage.data()) / sizeof(double);
+    double* centre = storage.data() + (LANES - address % LANES) % LANES;
+    double* sums = centre + STRIP;
+    for (int64_t begin = 0; begin < columns; begin += cell, out += n) {
+        const int64_t end = std::min(begin + cell, columns);
+        std::fill(sums, sums + n * together * LANES, 0.0);
+        for (int64_t start = begin; start < end; start += STRIP) {
+            const int64_t width = std::min(STRIP, end - start), later = std::min(STRIP, columns - start - AHEAD);
+            const T* middle = x[pivot] + start;
+            for (int64_t k = 0; k < width; ++k) centre[k] = static_cast<double>(middle[k]);
+            for (int64_t row = 0; row < n; ++row) {
+                const T* from = x[row] + start;
+                fetch(from + AHEAD, later);
+                Lanes part[together];
+                Lanes* kept = reinterpret_cast<Lanes*>(sums + row * together * LANES);
+                for (int64_t i = 0; i < together; ++i) part[i] = kept[i];
+                int64_t k = 0;
+                for (; k + together * LANES <= width; k += together * LANES)
+                    for (int64_t i = 0; i < together; ++i) {
+                        const Lanes apart =
+                            __builtin_convertvector(lanes(from + k + i * LANES), Lanes) - lanes(centre + k + i * LANES);
+                        part[i] += apart * apart;
+                    }
+                for (; k < width; ++k) {
+                    const double apart = static_cast<double>(from[k]) - centre[k];
+                    part[0][0] += apart * apart;
+                }
+                for (int64_t i = 0; i < together; ++i) kept[i] = part[i];
+            }
+        }
+        for (int64_t row = 0; row < n; ++row) {
+            double total = 0;
+            for (int64_t i = 0; i < together * LANES; ++i) total += sums[row * together * LANES + i];
+            out[row] = total;
+        }
+    }
+}
+
 // sums += the tiles of COUNT rows, each times its factor, one after the other.
 template <int64_t COUNT, typename T>
 void add_rows(const Term<T>* terms, int64_t start, int64_t width, int64_t later, double* __restrict sums) {
@@ -299,6 +344,9 @@ void combine(Rows<T> x, int64_t n, int64_t columns, const double* factors, T* ou
     }                                                                                                              \
     extern "C" void norm_cells_##NAME(ROWS(T), int64_t cell, double* out) {                                        \
         norm_cells<T>({x, stride, order}, n, columns, cell, out);                                                  \
+    }                                                                                                              \
+    extern "C" void apart_cells_##NAME(ROWS(T), int64_t cell, double* out, int64_t pivot) {                        \
+        apart_cells<T>({x, stride, order}, n, columns, cell, out, pivot);                                          \
     }                                                                                                              \
     extern "C" void combine_##NAME(ROWS(T), const double* factors, T* out) {                                       \
         combine<T>({x, stride, order}, n, columns, factors, out);                                                  \

@@ -68,14 +68,17 @@ def combine_block(
         out[start:stop] = weights @ values[used, start:stop].double()
 
 
-def cells_compiled(kernels: Kernels, name: str, values: torch.Tensor) -> Iterable[np.ndarray]:
-    """What the kernel `gram_cells` or `norm_cells` makes of each cell of a block."""
+def cells_compiled(
+    kernels: Kernels, name: str, values: torch.Tensor, *arguments: int, pairs: bool = False
+) -> Iterable[np.ndarray]:
+    """What a kernel makes of each cell of a block: a number for each row, or for each of their `pairs`."""
     rows = len(values) if kernels.order is None else len(kernels.order)
-    shape = (rows, rows) if name == "gram_cells" else (rows,)
-    sums = np.empty((-(-values.shape[1] // CELL), *shape))
+    sums = np.empty(
+        (-(-values.shape[1] // CELL), rows, rows) if pairs else (-(-values.shape[1] // CELL), rows)
+    )
 
     def work(start: int, stop: int) -> None:
-        kernels.call(name, values[:, start:stop], CELL, sums[start // CELL :].ctypes.data)
+        kernels.call(name, values[:, start:stop], CELL, sums[start // CELL :].ctypes.data, *arguments)
 
     in_ranges(work, values.shape[1], CELL)
     return sums

@@ -12,10 +12,10 @@ from roundtable.aggregation.diagnosis import pairwise
 from roundtable.aggregation.registry import RuleResult, rule
 from roundtable.aggregation.rows.gram import (
     combine,
+    distances_from,
     finite_gram,
     finite_norms,
     inner_products,
-    squared_distances,
     without_rounding,
 )
 from roundtable.aggregation.rows.matrix import UpdateMatrix
@@ -23,7 +23,7 @@ from roundtable.aggregation.rules.krum import mean_of_rows
 from roundtable.core.errors import AggregationError
 
 
-@rule("monna", paper="Farhadkhani et al. 2023, algorithm 1", needs_gram=True)
+@rule("monna", paper="Farhadkhani et al. 2023, algorithm 1", reads_all=True)
 def monna(matrix: UpdateMatrix, weights: np.ndarray, *, f: int, pivot: int | str) -> RuleResult:
     """The mean of the n − f updates nearest to that of one trusted silo, itself included. Needs n > 2f.
 
@@ -33,7 +33,7 @@ def monna(matrix: UpdateMatrix, weights: np.ndarray, *, f: int, pivot: int | str
     require("monna", "n > 2f (Farhadkhani et al. 2023)", rows > 2 * f, n=rows, f=f)
     if not isinstance(pivot, int) or not 0 <= pivot < rows:
         raise AggregationError(f"monna: pivot must name a silo of the round, not {pivot!r}")
-    distances = without_rounding(squared_distances(finite_gram(matrix))[pivot])
+    distances = without_rounding(distances_from(matrix, pivot))
     return mean_of_rows(matrix, np.argsort(distances, kind="stable")[: rows - f])
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from roundtable.aggregation import RULES, AggregationConfig, ClientRow, RuleContext, TensorMatrix, aggregate
 from roundtable.aggregation.rows import kernels as kernels_module
-from roundtable.aggregation.rows.gram import combine, gram, squared_norms
+from roundtable.aggregation.rows.gram import combine, distances_from, gram, squared_norms
 from roundtable.aggregation.rows.matrix import CELL, SelectedRows
 from roundtable.aggregation.rows.sorting_networks import merge_exchange, network_for_mean, sorted_wires
 from roundtable.core.errors import AggregationError
@@ -29,6 +29,23 @@ def both(monkeypatch: pytest.MonkeyPatch, work: Any) -> tuple[Any, Any]:
     with_kernels = work()
     monkeypatch.setattr(kernels_module, "WORTH_COMPILING", 1 << 60)
     return with_kernels, work()
+
+
+@compiled
+@pytest.mark.parametrize("columns", [1, 31, 512, 8192 + 700, 3 * 8192 - 5])
+def test_distances_from_one_row_keep_their_digits_where_rows_share_most(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    common = 1e3 * torch.randn(columns, generator=generator)
+    rows = common + 1e-3 * torch.randn(9, columns, generator=generator)
+    chosen = SelectedRows(TensorMatrix(rows), [5, 1, 8, 2])
+    exact = ((rows.double() - rows[8].double()) ** 2).sum(1)[[5, 1, 8, 2]].numpy()
+    for found in both(monkeypatch, lambda: distances_from(chosen, 2)):
+        np.testing.assert_allclose(found, exact, rtol=1e-13)
+    rows[5, -1] = torch.inf
+    with pytest.raises(AggregationError):
+        distances_from(chosen, 2)
 
 
 @pytest.mark.parametrize("rows", range(1, 10))

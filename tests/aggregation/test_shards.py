@@ -36,6 +36,7 @@ RULES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("mean_around_median", {"f": F}, ()),
     ("multi_krum", {"f": F}, ()),
     ("bulyan", {"f": F}, ()),
+    ("monna", {"f": F, "pivot": "004"}, ()),
     ("geometric_median", {}, ()),
     ("centred_clipping", {"tau": 1.0, "iterations": 3}, ()),
     ("dnc", {"f": F}, ()),
@@ -107,7 +108,7 @@ def test_workers_give_the_bits_of_one_process(
             assert torch.equal(combine(rule, parameters, pre), alone), rule
         assert len(given) > before + 1, f"{rule} was not sharded"
     assert set(given) == {
-        "AlongCells", "AroundCells", "Combination", "GramCells", "NormCells", "OrderStatistic"
+        "AlongCells", "ApartCells", "AroundCells", "Combination", "GramCells", "NormCells", "OrderStatistic"
     }  # fmt: skip
 
 
