@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from blake3 import blake3
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -108,9 +108,7 @@ class ServerOptimizerTable(Table):
     )
     beta_1: Finite | None = Field(None, ge=0, lt=1, description="fedadagrad, fedadam, fedyogi, fedlion")
     beta_2: Finite | None = Field(None, ge=0, lt=1, description="fedadam, fedyogi, fedlion")
-    tau: Finite | None = Field(
-        None, gt=0, description="adaptivity: the constant added to the root of the second moment"
-    )
+    tau: Finite | None = Field(None, gt=0, description="constant added to the root of the second moment")
     schedule: Open | None = Field(
         None, description="learning-rate schedule over rounds, as a table with a name"
     )
@@ -303,6 +301,12 @@ class JobConfig(Table):
     resources: ResourcesTable = Field(default_factory=ResourcesTable)
     regions: RegionSumsTable = Field(default_factory=RegionSumsTable)
     simulation: SimulationTable = Field(default_factory=SimulationTable)
+
+    @model_validator(mode="after")
+    def _travels_by_the_algorithm(self) -> Self:
+        travels = self.transfer.behind(self.algorithm.stage(), self.algorithm.name)
+        object.__setattr__(self, "transfer", travels)
+        return self
 
     @property
     def evaluation_batch(self) -> int:

@@ -230,7 +230,7 @@ class ClientUpdates:
         whole = 4 * layout.size
         if down == "float32" or round == 1:
             return whole
-        encoding = get_encoding(down, self.world.folder).over(layout)
+        encoding = get_encoding(down, self.world.folder).over(layout).in_round(round - 1)
         return min(whole, encoding.encoded_size(layout.size) or encoding.size_bound(layout.size))
 
     def _received(self, answer: Trained, row: Tensor, step: Step, basis: Tensor) -> None:
@@ -241,6 +241,7 @@ class ClientUpdates:
         index, kept = self.world.names.index_of(answer.client), dict(answer.local)
         sent, transfer = self.world.layout.sent, self.world.job.transfer
         encoding = as_counted(self.world.job, self.chain_of(answer.client), self.world.folder).over(sent)
+        encoding = encoding.in_round(step.round)
         if isinstance(encoding, CommonRank):
             encoding = encoding.at(basis, step.round)
         figures = TransferFigures(encoding.encoded_size(sent.size) or 0, 4 * sent.size)

@@ -42,7 +42,7 @@ class ClientWork:
         self._progress = progress
         self._due: dict[int, AnswerDue] = {}
         self._dropouts = Dropouts.of(world.job)
-        self._up = 0 if world.job.transfer.automatic else self._bytes_of(world.job.transfer.up)
+        self._sizes: dict[tuple[str, int], int] = {}
 
     def ask_to_train(self, step: m.Step, indices: Sequence[int], asked: Sequence[float]) -> None:
         """Works out when each client, asked at time `asked`, will answer, or how it will not."""
@@ -119,13 +119,19 @@ class ClientWork:
             return [given.get(index, most) * algorithm.batch_size for index in indices]
         return [algorithm.passes * count for count in self._updates.examples(indices)]
 
-    def _bytes_of(self, chain: str) -> int:
+    def _bytes_of(self, client: str, round: int) -> int:
+        chain = self._updates.chain_of(client)
+        if (chain, round) not in self._sizes:
+            self._sizes = {(chain, round): self._size(chain, round)}
+        return self._sizes[chain, round]
+
+    def _size(self, chain: str, round: int) -> int:
         sent = self._world.layout.sent
-        encoding = get_encoding(chain, self._world.folder).over(sent)
+        encoding = get_encoding(chain, self._world.folder).over(sent).in_round(round)
         return encoding.encoded_size(sent.size) or min(encoding.size_bound(sent.size), 4 * sent.size)
 
     def _schedule(self, index: int, step: m.Step, examples: int, asked: float) -> None:
-        up = self._up or self._bytes_of(self._updates.chain_of(self._world.names[index]))
+        up = self._bytes_of(self._world.names[index], step.round)
         sizes = Transfer(self._updates.down_size(step.round), up)
         seconds = self._fleet.devices.seconds(index, step.round, examples, sizes)
         leaves = self._fleet.devices.leaves_at(index, asked)

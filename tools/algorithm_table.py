@@ -30,6 +30,7 @@ NEEDED: Mapping[str, Document] = {
     "pfedme": {"pull": 5.0, "personal_learning_rate": 0.05},
     "perfedavg": {"inner_learning_rate": 0.05},
     "fedrep": {"head_steps": 2},
+    "streaming": {"fragments": 2},
 }
 """Hyperparameters without a default."""
 

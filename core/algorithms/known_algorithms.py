@@ -39,6 +39,7 @@ from roundtable.core.algorithms.personal.pfedme import PFedMe
 from roundtable.core.algorithms.personal.tuned_models import FedBabu, FineTuning, PerFedAvg
 from roundtable.core.algorithms.qfedavg import QFedAvg
 from roundtable.core.algorithms.scaffold import Scaffold
+from roundtable.core.algorithms.streaming import Streaming
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.plugins.calls import check_methods, place_of
@@ -85,6 +86,7 @@ BUILTINS: Mapping[str, type[ClientAlgorithm]] = {
     "fedbabu": FedBabu,
     "lg_fedavg": LgFedAvg,
     "fedbn": FedBn,
+    "streaming": Streaming,
 }
 """The algorithms that train any model."""
 FACTORED: Mapping[str, type[ClientAlgorithm]] = {"flora": Flora, "flexlora": FlexLora, "hetlora": HetLora}

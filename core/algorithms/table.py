@@ -28,6 +28,10 @@ class AlgorithmTable(Table):
     """Whether updates are digits of exact sums: nothing of them may be rounded, clipped or left out, and all
     clients are in every round."""
 
+    def stage(self) -> str:
+        """The stage that goes before all others in what travels, both ways; "" for none."""
+        return ""
+
     def sums_noise(self) -> float | None:
         """The multiplier of the noise on sums that one record changes by 1, those of all rounds together;
         None without such sums."""

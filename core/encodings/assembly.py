@@ -15,6 +15,7 @@ from roundtable.core.encodings.block_tables import BlockTable
 from roundtable.core.encodings.chain import StageText, parse_chain
 from roundtable.core.encodings.codec import Codec, CodecEncoding
 from roundtable.core.encodings.composed.common_rank import CommonRank
+from roundtable.core.encodings.composed.fragments import STAGE, Fragmented, FragmentTable
 from roundtable.core.encodings.composed.low_rank import LowRank, LowRankTable
 from roundtable.core.encodings.composed.multi_level import MultiLevel, MultiLevelTable
 from roundtable.core.encodings.composed.packing import Packed, ZstdTable
@@ -68,7 +69,7 @@ CHOOSING: dict[str, tuple[Callable[..., Encoding], type[Table]]] = {
 
 PACKING = "zstd"
 BY_TENSOR = "multilevel"
-_BUILT_IN = (*CODECS, *CHOOSING, BY_TENSOR, PACKING)
+_BUILT_IN = (*CODECS, *CHOOSING, BY_TENSOR, PACKING, STAGE)
 
 
 def canonical(chain: object) -> str:
@@ -111,6 +112,11 @@ def get_encoding(chain: str, folder: Path | None = None) -> Encoding:
     except ValueError as error:
         raise EncodingError(str(error)) from error
     *before, last = stages
+    if stages[0].name == STAGE:
+        inner = " | ".join(map(str, stages[1:])) or "float32"
+        return Fragmented(chain, parameters(stages[0], FragmentTable), get_encoding(inner, folder))
+    if any(stage.name == STAGE for stage in stages):
+        raise EncodingError(f"{STAGE} goes first: what follows it writes a fragment's values")
     if any(stage.name == PACKING for stage in before):
         raise EncodingError(f"{PACKING} goes last: it packs what the others have written")
     if last.name == PACKING:

@@ -124,6 +124,10 @@ class Encoding(ABC):
         """This encoding of vectors of a layout. Some look at tensors and work over a layout alone."""
         return self
 
+    def in_round(self, round: int) -> Encoding:
+        """This encoding of the vectors of a round (from 1), where nobody gives a key that names it."""
+        return self
+
     @abstractmethod
     def size_bound(self, elements: int) -> int:
         """The most bytes that a vector of so many values takes: what a receiver accepts at all."""

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from roundtable.core.encodings.assembly import PACKING, built_in, canonical, foreign_stages, get_encoding
+from roundtable.core.encodings.composed.fragments import STAGE, written_before
 from roundtable.core.encodings.encoding import Traits
 from roundtable.core.encodings.feedback import MEMORY, Feedback
 from roundtable.core.errors import EncodingError
@@ -112,6 +113,21 @@ class TransferTable(Table):
                 "choice.max_error, such as int8 or float32"
             )
         return self
+
+    def behind(self, stage: str, algorithm: str) -> Self:
+        """The table with the algorithm's own stage, if it has one, before the encodings of both ways, in the
+        place of one that is there. ValueError where that cannot be."""
+        ways = {"up": self.up, "down": self.down}
+        if not stage:
+            for way, chain in ways.items():
+                if chain.startswith(STAGE):
+                    raise ValueError(
+                        f"transfer.{way} = {chain!r}: {STAGE} is written there by the algorithm that sends a "
+                        f'model in fragments, [algorithm] name = "streaming", and not by {algorithm!r}'
+                    )
+            return self
+        written = {way: written_before(stage, each) for way, each in ways.items() if each != AUTO}
+        return self.model_copy(update={way: canonical(chain) for way, chain in written.items()})
 
     @property
     def automatic(self) -> bool:

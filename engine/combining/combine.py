@@ -158,7 +158,7 @@ def combine(
     if plan.down is None:
         return Combined(vector, replace(delta.state, optimizer=optimizer), account)
     after = replace(delta.state, optimizer=optimizer, exact=vector)
-    held, data = publish(plan.down, model, vector, after)
+    held, data = publish(plan.down.in_round(round), model, vector, after)
     return Combined(held, after, account, data)
 
 

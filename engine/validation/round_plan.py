@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from roundtable.aggregation import AggregationConfig, ServerOptimizer, make_optimizer
 from roundtable.aggregation.foreign_optimizer import find_optimizer
+from roundtable.aggregation.fragment_optimizer import FragmentOptimizer
 from roundtable.aggregation.optimizers import OPTIMIZERS
 from roundtable.core.algorithms.contract import AlgorithmPlace, ServerAlgorithm
 from roundtable.core.algorithms.factors.factor_pairs import FactorPair, factor_pairs
@@ -19,10 +20,12 @@ from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import AggregationTable, JobConfig, ServerOptimizerTable
 from roundtable.core.encodings import Encoding
 from roundtable.core.encodings.composed.common_rank import CommonRank
+from roundtable.core.encodings.composed.fragments import Fragmented
 from roundtable.core.encodings.sparse import RandomK
-from roundtable.core.errors import ConfigError
+from roundtable.core.errors import ConfigError, EncodingError
 from roundtable.core.job_tables.discounts import Discount, constant
 from roundtable.core.layout import Layout
+from roundtable.core.plugins.calls import named_at
 from roundtable.core.privacy_table import (
     ClientLevel,
     ClientLocalLevel,
@@ -51,6 +54,7 @@ from roundtable.engine.validation.round_noise import (
 )
 from roundtable.engine.validation.secure_feasibility import check_bounds, check_secure
 from roundtable.engine.validation.standardise_composition import check_standardise
+from roundtable.engine.validation.streaming_composition import check_fragments
 from roundtable.engine.validation.sum_composition import check_relayed_sums, check_rounds_within
 from roundtable.engine.validation.transfer_composition import check_transfer, thinned
 from roundtable.privacy import (
@@ -131,10 +135,17 @@ class Plan:
                 key=("transfer", "up"),
             )
         down = None if self.down is None else self.down.over(layout)
+        optimizer = self.optimizer
+        if isinstance(down, Fragmented):
+            with named_at("algorithm", "fragments"):
+                try:
+                    optimizer = FragmentOptimizer(optimizer, down.fragments)
+                except EncodingError as error:
+                    raise ConfigError(str(error)) from error
         pairs = self._factors_in(layout)
         if self.server is not None and self.server.algorithm.merges():
             self.server.algorithm.check_factors([pair.rank for pair in pairs])
-        return replace(self, down=down, common=common, factors=pairs)
+        return replace(self, optimizer=optimizer, down=down, common=common, factors=pairs)
 
     def _factors_in(self, layout: Layout) -> tuple[FactorPair, ...]:
         """None where the aggregate is not the weighted mean of updates as they came, or noise is to hide
@@ -142,6 +153,7 @@ class Plan:
         config = self.aggregation
         mean = config.rule == "mean" and not config.pre and config.validation != "clip"
         coded = self.estimates or self.thinned is not None or self.common is not None
+        coded |= isinstance(self.down, Fragmented)
         plain = mean and not coded and self.discount is constant and isinstance(self.privacy, NoPrivacy)
         return factor_pairs(layout) if plain else ()
 
@@ -230,6 +242,7 @@ def make_plan(
     check_rounds_within(job, algorithm)
     check_soundness(job, aggregation)
     check_standardise(job, aggregation)
+    check_fragments(job, algorithm, optimizer, folder)
     check_secure(job, aggregation)
     noise = _noise(job, population, slices, spent)
     discount = job.round.discount if job.round.mode == "buffered" else constant

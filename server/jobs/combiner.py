@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from roundtable.aggregation.foreign_optimizer import ForeignOptimizer
+from roundtable.aggregation.fragment_optimizer import FragmentOptimizer
 from roundtable.aggregation.rows.row_passes import ShardWorkers, sharded_over
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Encoding
@@ -51,6 +52,8 @@ class Combiner:
         self._shards = shards
         # A rule that starts from the last aggregate needs it afterwards; others let the model take its place.
         whole = isinstance(plan.optimizer, ForeignOptimizer) and not plan.optimizer.elementwise
+        # One that moves a fragment knows where each value lies in the whole vector.
+        whole = whole or isinstance(plan.optimizer, FragmentOptimizer)
         keeps_aggregate = whole or plan.aggregation.takes("previous")
         self._plan = plan if keeps_aggregate else replace(plan, optimizer=SlicedOptimizer(plan.optimizer))
 

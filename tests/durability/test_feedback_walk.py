@@ -29,9 +29,16 @@ TASK = """
 import torch
 from roundtable.core import Task
 
+class Halves(torch.nn.ModuleList):
+    def __init__(self):
+        super().__init__([torch.nn.Linear(40, 25, bias=False), torch.nn.Linear(40, 25, bias=False)])
+    @property
+    def weight(self):
+        return torch.cat([half.weight for half in self])
+
 class Toy(Task):
     def model(self):
-        return torch.nn.Linear(40, 50, bias=False)
+        return Halves()
     def data(self, site):
         return (torch.randn(1, 50, 40, generator=torch.Generator().manual_seed(len(site.name))),), None
     def loss(self, model, batch):
@@ -43,6 +50,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "momentum": {"up": TOPK, "momentum": MOMENTUM},
     "ef21": {"up": TOPK, "feedback": "ef21"},
     "lowrank": {"up": "lowrank(rank=2)"},
+    "streaming": {"up": "int4(block=64)", "down": "int4(block=64)", "feedback": "on"},
+}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "streaming": {
+        "name": "streaming",
+        "fragments": 2,
+        "mixing": 0.5,
+        "optimizer_state": "keep",
+        "momentum": 0.5,
+    }
 }
 AGENT = ("update_encoded", "memory_kept", "update_written", "update_described", "upload_part", "receipt_here")
 HUB = (
@@ -95,7 +112,7 @@ def submit(federation: Federation, way: str, request: str, deadline: str = "10m"
         rounds=ROUNDS,
         cohort={"size": 3, "minimum": 3, "grace": "10m", "deadline": deadline},
         aggregation={"weighting": "uniform", "validation": {"norm_ratio": "off"}},
-        algorithm={"learning_rate": RATE, "batch_size": 1, "steps": 1},
+        algorithm={"learning_rate": RATE, "batch_size": 1, "steps": 1, **ALGORITHMS.get(way, {})},
         evaluation={"every": 0},
         transfer=WAYS[way],
     )
@@ -221,14 +238,15 @@ def standing_still(federation: Federation, agent: int, but: int = 0) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["ef21", "streaming"])
 @pytest.mark.parametrize("place", HUB)
 def test_the_coordinator_is_killed(
-    federation: Federation, undisturbed: Callable[[str], Ended], place: str
+    federation: Federation, undisturbed: Callable[[str], Ended], way: str, place: str
 ) -> None:
-    wanted = undisturbed("ef21")
+    wanted = undisturbed(way)
     federation.kill("hub")
     federation.coordinator(place)
-    job = submit(federation, "ef21", place)
+    job = submit(federation, way, f"{way} {place}")
     assert federation.died("hub") == -signal.SIGKILL
     federation.coordinator()
     same(ended(federation, job)[0], wanted)

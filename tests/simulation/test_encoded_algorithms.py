@@ -119,6 +119,8 @@ def test_each_cell_equals_the_reference_or_is_refused(name: str, tmp_path: Path)
         result = run(name, document_of(name, column))
         found = result.model.vector
         assert not torch.equal(found, plain)
+        if name == "streaming":
+            continue  # Its encodings are of fragments: held to a reference of its own in test_streaming.py.
         if "up" not in transfer:
             # Silos train from a model that is off by what int8 leaves out, which the next round makes good.
             assert (found - plain).norm() < 0.01 * plain.norm()

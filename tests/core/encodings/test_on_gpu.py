@@ -11,6 +11,7 @@ from pretended_gpu import GPUS, a_gpu
 from roundtable.core.encodings import StreamKey, get_encoding, torch_blocks
 from roundtable.core.encodings.assembly import BY_TENSOR, CHOOSING, CODECS, PACKING
 from roundtable.core.encodings.chain import parse_chain
+from roundtable.core.encodings.composed.fragments import STAGE
 from roundtable.core.errors import EncodingError
 from roundtable.core.layout import Layout
 
@@ -31,6 +32,7 @@ CHAINS = [
     "topk(ratio=0.05) | int8 | zstd",
     "lowrank(rank=2)",
     "lowrank(rank=3, warm=false) | int8",
+    "fragments(count=2) | int4(rounding=stochastic)",
 ]
 KEY = StreamKey(1, "a", 2, 3)
 SHAPES = {"bias": (5,), "matrix": (60, 50), "kernel": (40, 3, 3), "rest": (9001,)}
@@ -47,7 +49,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def test_there_is_a_chain_of_every_encoding() -> None:
     named = {stage.name for chain in CHAINS for stage in parse_chain(chain)}
-    assert named == {*CODECS, *CHOOSING, BY_TENSOR, PACKING}
+    assert named == {*CODECS, *CHOOSING, BY_TENSOR, PACKING, STAGE}
 
 
 @pytest.mark.parametrize("chain", CHAINS)
