@@ -96,16 +96,16 @@ def federated(
                     del part.derived[key]
             SPENT.clear()
             rounds, binned = 0, True
-        total = torch.zeros(survey.sum_places.size)
+        total = None
         for part in parts:
             with spent("silos: public numbers, gradients, histograms and digits"):
                 sent = survey.sum_places.encode(survey.sums(part, survey.public_places.unpack(down)))
             with spent("digits added"):
-                total += sent
+                total = sent if total is None else total.add_(sent)
         with spent("digits added"):
-            total /= len(parts)
+            mean = total / len(parts)
         with spent("coordinator: sums of digits"):
-            sums = survey.sum_places.decode(total, len(parts))
+            sums = survey.sum_places.decode(mean, len(parts))
         with spent("coordinator: public and kept numbers"):
             now = survey.public_places.unpack(down) | survey.kept_places.unpack(held)
         with spent("coordinator: splits"):

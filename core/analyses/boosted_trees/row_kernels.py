@@ -61,7 +61,7 @@ class BinnedRows:
         node its split's feature (−1: none), the last bin that goes left, and whether missing values do."""
         library = _library()
         if library is not None:
-            function = getattr(library, f"descend_{self.bins.dtype.name}")
+            function = getattr(library, f"descend_uint{8 * self.bins.itemsize}")
             where = [address(each) for each in (self.offsets, feature, cut, missing_left, nodes)]
             function(address(self.bins), ctypes.c_int64(len(nodes)), *where)
             return
@@ -134,7 +134,7 @@ class NodeHistograms:
             if slot not in asked:
                 planes[:, slot] = 0.0
                 planes[digits.count + digits.whole - 1 :: digits.whole, slot] = digits.high
-        function = getattr(library, f"histograms_{self.rows.bins.dtype.name}")
+        function = getattr(library, f"histograms_uint{8 * self.rows.bins.itemsize}")
         function.restype = ctypes.c_int64
         beyond = False
         for each in self.asked:

@@ -20,7 +20,6 @@ from roundtable.core.errors import ProtocolError
 
 NONE = -1.0
 MOST_CUTS = 4096
-_MOST_CODE = 2.0**40
 
 
 def split_code(feature: int, cut: int, missing_left: bool) -> float:
@@ -43,8 +42,8 @@ def _histogram_at(place: int) -> str:
 def check_trees(split: Doubles, features: int) -> None:
     """ProtocolError for trees [trees, nodes] that nobody can go down: splits by features or below nodes that
     are not there."""
-    feature, _, _ = split_parts(np.clip(split, NONE, _MOST_CODE))
-    if (feature >= features).any() or (feature[:, split.shape[1] // 2 :] >= 0).any():
+    leaves = split[:, split.shape[1] // 2 :]
+    if not (split < split_code(features, -1, False)).all() or (leaves >= 0).any():
         raise ProtocolError("the analysis came with trees that are none of its features and depth")
 
 
@@ -163,7 +162,6 @@ class _Growing:
             other = node + 1 if node % 2 else node - 1
             found.append((output, other, self.before[_histogram_at(place)] - histograms[int(slot)]))
             self.now["owner"][place] = NONE
-            self.now[_histogram_at(place)] = 0.0
         return found
 
     def split(self, finder: NodeSplits, output: int, node: int, whole: Doubles) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,45 @@ def test_estimates_are_those_of_the_pooled_rows(case: dict[str, Any]) -> None:
         assert set(wanted["ends"]) <= set(told)
         counts = [many for many in found["baseline"]["all"]["events"] if many]
         assert min(counts) >= case["least"]
+
+
+@pytest.mark.parametrize("ties", ["breslow", "efron"])
+def test_whas500_over_four_silos_is_that_of_the_pooled_rows(ties: str, reference_dir: Path) -> None:
+    """Of 500 people after a heart attack, in days; the data come with scikit-survival."""
+    cases = json.loads((reference_dir / "analytics_cases.json").read_text())["cases"]
+    (case,) = (
+        each
+        for each in cases
+        if (each["analysis"], each["data"].get("name")) == ("cox", "whas500")
+        and each["params"]["ties"] == ties
+        and not each["params"]["l2"]
+    )
+    frame, blocks = whas500(), case["data"]["split"]["blocks"]
+    ends = np.cumsum([0, *blocks])
+    silos = {
+        str(start): {key: values[start:stop] for key, values in frame.items()}
+        for start, stop in pairwise(ends)
+    }
+    asked = {"time": "time", "event": "event", "every": 1.0, "on": case["params"]["columns"], "ties": ties}
+    wanted = case["expected"]
+    if "schoenfeld" in wanted:
+        asked["proportional"] = True
+    test_estimates_are_those_of_the_pooled_rows(
+        {"data": silos, "params": asked, "expected": wanted, "least": 1}
+    )
+
+
+def whas500() -> Frame:
+    """The data set's columns; the test is skipped where scikit-survival is not installed, which has them."""
+    found = importlib.util.find_spec("sksurv")
+    if found is None or found.submodule_search_locations is None:
+        pytest.skip("scikit-survival is not installed: WHAS500 comes with it")
+    file = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "whas500.arff"
+    head, _, body = file.read_text().partition("@DATA")
+    names = [line.split()[1] for line in head.splitlines() if line.startswith("@ATTRIBUTE")]
+    values = np.array([line.split(",") for line in body.split()], dtype=np.float64)
+    frame = dict(zip(names, values.T, strict=True))
+    return frame | {"time": frame["lenfol"], "event": frame["fstat"]}
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30), st.integers(1, 6))
