@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from typing_extensions import override
 
 from roundtable.core.bounds import DIGEST
 from roundtable.core.quantities import parse_duration
@@ -23,8 +24,16 @@ class Table(BaseModel):
     stands elsewhere.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    # A job uses few of all tables there are: each is compiled when it is first read.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
     hints: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    @override
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """A mistake in a table that is not ours is told where its file is run."""
+        if not cls.__module__.startswith("roundtable."):
+            cls.model_rebuild(raise_errors=False)
 
 
 def as_tuple(value: Any) -> Any:

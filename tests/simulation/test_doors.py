@@ -231,6 +231,18 @@ def test_what_does_not_fit_is_refused_before_round_1(
         run(folder, **overrides)
 
 
+def test_a_table_that_cannot_be_read_is_told_where_its_file_is_run(folder: Path) -> None:
+    """The tables of the package are compiled when they are first read, those of others at once."""
+    (folder / "odd.py").write_text(
+        "from roundtable.core.algorithms.contract import ClientAlgorithm\n"
+        "from roundtable.core.algorithms.table import AlgorithmTable\n\n"
+        "class Odd: pass\n\n"
+        "class Mine(ClientAlgorithm):\n    class Table(AlgorithmTable):\n        odd: Odd = Odd()\n"
+    )
+    with pytest.raises(ConfigError, match=r"(?s)running .*odd.py failed: .*Odd.* \(odd.py, line 7, in Mine"):
+        run(folder, algorithm__name="odd.py:Mine")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "key"),
     [
