@@ -39,6 +39,7 @@ COLUMNS = {
     "rate": ColumnTable(least=40, most=200),
     "sex": ColumnTable(kind="category", values=("f", "m")),
     "ill": ColumnTable(kind="category", values=("no", "yes")),
+    "visits": ColumnTable(least=0, most=12),
 }
 
 
@@ -58,20 +59,23 @@ def rows_of(generator: np.random.Generator, rows: int) -> DataTable:
     age = np.clip(generator.normal(55.0, 12.0, rows), 0, 100)
     rate = 180.0 - 0.8 * age + 5.0 * sex + generator.uniform(-20, 20, rows)
     ill = (generator.random(rows) < 0.2 + 0.2 * sex).astype(np.float64)
-    return DataTable({"age": age, "rate": rate, "sex": sex, "ill": ill}, COLUMNS)
+    # From draws of their own, so that the other columns are what they were.
+    own = np.random.default_rng(int(age[0] * 1e9))
+    visits = own.poisson(np.exp(0.3 + 0.01 * (age - 55.0) + 0.4 * sex)) * 1.0
+    return DataTable({"age": age, "rate": rate, "sex": sex, "ill": ill, "visits": visits}, COLUMNS)
 
 
 def released(survey: Survey, tables: Sequence[DataTable], noise: float, source: SecureNoise) -> list[Any]:
     """The answers over these silos, each of which adds its noise."""
     public = survey.public_places.unpack(torch.zeros(survey.public_places.size))
-    sums: dict[str, Doubles] = {}
-    for table in tables:
-        for name, exact in survey.sums(table, public).items():
-            noisy = add_gaussian(torch.from_numpy(exact), noise, source).vector.numpy()
-            sums[name] = sums.get(name, 0.0) + noisy
-    after = survey.step(public, sums)
-    after["silos"][0] = len(tables)
-    return survey.answers(after)
+    for _ in range(survey.rounds):
+        sums: dict[str, Doubles] = {}
+        for table in tables:
+            for name, exact in survey.sums(table, public).items():
+                noisy = add_gaussian(torch.from_numpy(np.asarray(exact)), noise, source).vector.numpy()
+                sums[name] = sums.get(name, 0.0) + noisy
+        public = survey.step({**public, "silos": np.array([float(len(tables))])}, sums)
+    return survey.answers(public)
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,23 @@ def _cells(values: dict[str, Any], tables: Sequence[DataTable]) -> dict[str, boo
     return {"cell of a table": _holds(values["intervals"][1][1], both)}
 
 
+def _odds(values: dict[str, Any], tables: Sequence[DataTable]) -> dict[str, bool | None]:
+    spans = values.get("intervals") or [None] * 3
+    true = math.log(0.4 / 0.6) - math.log(0.2 / 0.8)
+    return {
+        "log odds of a number": _holds(spans[1], 0.0),
+        "log odds of a category": _holds(spans[2], true),
+    }
+
+
+def _visits(values: dict[str, Any], tables: Sequence[DataTable]) -> dict[str, bool | None]:
+    spans = values.get("intervals") or [None] * 3
+    return {
+        "log rate of a number": _holds(spans[1], 0.01),
+        "log rate of a category": _holds(spans[2], 0.4),
+    }
+
+
 CASES: list[tuple[dict[str, Any], Callable[..., dict[str, bool | None]]]] = [
     ({"ask": "describe", "columns": ["age"]}, _mean),
     ({"ask": "t_test", "column": "rate", "by": "sex"}, _difference),
@@ -144,6 +165,10 @@ CASES: list[tuple[dict[str, Any], Callable[..., dict[str, bool | None]]]] = [
     ({"ask": "correlation", "columns": ["age", "rate"]}, _correlated),
     ({"ask": "quantiles", "column": "age", "at": [0.5, 0.75]}, _median),
     ({"ask": "table", "rows": "sex", "columns": "ill"}, _cells),
+]
+FITS: list[tuple[dict[str, Any], Callable[..., dict[str, bool | None]]]] = [
+    ({"ask": "logistic", "outcome": "ill", "on": ["age", "sex"]}, _odds),
+    ({"ask": "poisson", "outcome": "visits", "on": ["age", "sex"]}, _visits),
 ]
 SETTINGS = [Setting(200, 1, 0.4), Setting(1000, 1, 0.4), Setting(2000, 4, 1.0), Setting(20000, 4, 1.0)]
 
@@ -153,7 +178,7 @@ def coverage(setting: Setting, repetitions: int) -> dict[str, dict[str, float]]:
     noise = solve_noise(sums_charge(1.0), setting.epsilon, DELTA).noise_multiplier
     source, generator = SecureNoise(), np.random.default_rng(7)
     held: dict[str, list[bool | None]] = {}
-    surveys = [(asked([question], noise), look) for question, look in CASES]
+    surveys = [(asked([question], noise), look) for question, look in [*CASES, *FITS]]
     for _ in range(repetitions):
         each = setting.rows // setting.silos
         tables = [rows_of(generator, each) for _ in range(setting.silos)]

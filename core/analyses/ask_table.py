@@ -41,5 +41,6 @@ class AskTable(Table):
         kind = getattr(self, "ask", "")
         raise ConfigError(
             f"{title}: ask = {kind!r} is not answered under [privacy]: {self.why_exact}. What is: describe, "
-            "t_test, correlation, linear, histogram, quantiles, table, top_values and boosted_trees"
+            "t_test, correlation, linear, logistic, poisson, histogram, quantiles, table, top_values, "
+            "survival and boosted_trees"
         )

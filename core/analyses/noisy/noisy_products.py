@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from roundtable.core.analyses.estimates import HEADER, coefficient_rows, coefficients
@@ -24,7 +25,7 @@ from roundtable.core.analyses.question import Answer
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
-_DROWNED = (
+DROWNED = (
     "the noise is as large as what it hides: a higher epsilon, more rows or fewer columns would leave "
     "something"
 )
@@ -79,28 +80,41 @@ class NoisyProducts(NoisyQuestion):
         return found
 
     @property
-    @override
-    def blocks(self) -> Mapping[str, SumBlock]:
+    def reach(self) -> float:
+        """By how much a row changes the products: 1 and each feature once, their products in pairs, and
+        halved squares of numbers."""
         numbers = sum(self.columns[name].kind == "number" for name in self._of)
         features = len(self._of)
-        # 1 and each feature once, their products in pairs, and halved squares of numbers.
-        reach = math.sqrt(1 + features + features * (features - 1) / 2 + numbers / 4)
-        return {"products": SumBlock((len(self._pairs),), reach)}
+        return math.sqrt(1 + features + features * (features - 1) / 2 + numbers / 4)
 
+    @property
     @override
-    def added(self, table: DataTable) -> dict[str, Doubles]:
-        whole = ~np.isnan(table.matrix(self._of)).any(axis=1)
+    def blocks(self) -> Mapping[str, SumBlock]:
+        return {"products": SumBlock((len(self._pairs),), self.reach)}
+
+    def design(self, table: DataTable, whole: npt.NDArray[np.bool_]) -> Doubles:
+        """t of the whole rows, [rows, terms + 1]."""
         parts = [np.ones(int(whole.sum()))]
         for name, level in self._source:
             values = table.column(name)[whole]
             parts.append(
                 (values == level).astype(np.float64) if level else in_range(values, self.columns[name])
             )
-        t = np.column_stack(parts)
-        products = t.T @ t
+        return np.column_stack(parts)
+
+    def products(self, t: Doubles, weight: Doubles) -> Doubles:
+        """The numbers that are released of rows with these weights [rows]."""
+        products = (t * weight[:, None]).T @ t
         made = np.array([products[pair] for pair in self._pairs])
         halved = np.array([i == j and i > 0 for i, j in self._pairs])
-        return {"products": made - 0.5 * len(t) * halved}
+        found: Doubles = made - 0.5 * float(weight.sum()) * halved
+        return found
+
+    @override
+    def added(self, table: DataTable) -> dict[str, Doubles]:
+        whole = np.asarray(~np.isnan(table.matrix(self._of)).any(axis=1), dtype=np.bool_)
+        t = self.design(table, whole)
+        return {"products": self.products(t, np.ones(len(t)))}
 
     @cached_property
     def _map(self) -> Doubles:
@@ -126,7 +140,7 @@ class NoisyCorrelation(NoisyProducts):
         noise, released = self.spread("products", self.silos(public)), public["products"]
         n = float(released[0])
         if n < 4 * noise:
-            return Answer(self.title, self.ask, why=_DROWNED)
+            return Answer(self.title, self.ask, why=DROWNED)
         products = self._map @ released
         mean = products[0, 1:] / n
         covariance = products[1:, 1:] / n - np.outer(mean, mean)
@@ -219,7 +233,7 @@ class NoisyLinear(NoisyProducts):
         a, c, yy = products[:-1, :-1], products[:-1, -1], float(products[-1, -1])
         least = float(np.linalg.eigvalsh(a)[0])
         if least < _CLEAR * noise * math.sqrt(len(a)):
-            return Answer(self.title, self.ask, why=_DROWNED)
+            return Answer(self.title, self.ask, why=DROWNED)
         b = np.linalg.solve(a, c)
         freedom = max(n - len(b), 1.0)
         # Where noise takes it below 0, nothing is known of it but that it is small beside the noise.

@@ -33,11 +33,13 @@ Q95 = 1.959963984540054
 @dataclass(frozen=True)
 class SumBlock:
     """Numbers that are released together, of this shape; one row changes them by `reach` at most (L2), in
-    each of the `stages` in which they are released."""
+    each of the `stages` in which they are released. `part` is what they count where a budget is divided;
+    None: by how much one row changes all their releases."""
 
     shape: Shape
     reach: float
     stages: range = range(1)
+    part: float | None = None
 
     @property
     def whole_reach(self) -> float:
@@ -140,10 +142,11 @@ def fair_shares(questions: Sequence[tuple[NoisyQuestion, float]]) -> list[dict[s
     """Each block's share w² of one mechanism, by question; all add up to 1.
 
     In proportion to reach, that of all a block's releases together, times the question's weight: then the
-    noise variances of the blocks, (reach/w)² each, have the least sum at equal weights.
+    noise variances of the blocks, (reach/w)² each, have the least sum at equal weights. A block with a `part`
+    counts as that in the place of its reach.
     """
     wanted = [
-        {name: block.whole_reach * weight for name, block in question.blocks.items()}
+        {name: (block.part or block.whole_reach) * weight for name, block in question.blocks.items()}
         for question, weight in questions
     ]
     whole = math.fsum(part for each in wanted for part in each.values())

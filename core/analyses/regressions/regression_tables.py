@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from roundtable.core.analyses.ask_table import AskTable, Described, Names, different
+from roundtable.core.analyses.noisy.noisy_newton import NoisyLogistic, NoisyPoisson
 from roundtable.core.analyses.noisy.noisy_products import NoisyLinear
 from roundtable.core.analyses.noisy.noisy_question import NoisyQuestion
 from roundtable.core.analyses.question import Question
@@ -69,6 +70,10 @@ class LogisticTable(_RegressionTable):
         """The question."""
         return Logistic(columns, least, title, self.outcome, self.on)
 
+    @override
+    def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        return NoisyLogistic(columns, title, self.outcome, self.on)
+
 
 class PoissonTable(_RegressionTable):
     """Poisson regression of a count."""
@@ -86,6 +91,10 @@ class PoissonTable(_RegressionTable):
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
         return Poisson(columns, least, title, self.outcome, self.on, self.exposure)
+
+    @override
+    def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        return NoisyPoisson(columns, title, self.outcome, self.on, self.exposure)
 
 
 class NegativeBinomialTable(_RegressionTable):

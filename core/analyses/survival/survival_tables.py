@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import override
 
 from roundtable.core.analyses.ask_table import AskTable, Described, Names, different
+from roundtable.core.analyses.noisy.noisy_question import NoisyQuestion
 from roundtable.core.analyses.question import Question
 from roundtable.core.analyses.survival.concordance import Concordance
 from roundtable.core.analyses.survival.cox_regression import Cox
+from roundtable.core.analyses.survival.noisy_curves import NoisyKaplanMeier
 from roundtable.core.analyses.survival.survival_curves import KaplanMeier
 from roundtable.core.analyses.survival.weighted_cox import WeightedCox
 from roundtable.core.tables.table_description import ColumnName
@@ -18,7 +21,8 @@ from roundtable.core.toml_tables import Finite, as_tuple
 
 class _TimesTable(AskTable):
     why_exact: ClassVar[str] = (
-        "a person is in the risk sets of all earlier times, and no noise is made for sums over them"
+        "a person's hazard, which has no bound, is in the sums over the risk sets of all earlier times; ask "
+        "survival, whose counts a person is in once"
     )
     time: ColumnName = Field(description="numbers from 0 on: time to the event, or to the last look")
     event: ColumnName = Field(description="a category of two values: censored, then the event")
@@ -35,6 +39,10 @@ class SurvivalTable(_TimesTable):
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
         return KaplanMeier(columns, least, title, self.time, self.event, self.every, self.by, self.until)
+
+    @override
+    def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        return NoisyKaplanMeier(columns, title, self.time, self.event, self.every, self.by, self.until)
 
 
 class CoxTable(_TimesTable):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from noisy_surveys import COLUMNS, released, survey
@@ -31,8 +32,6 @@ NOISY: list[dict[str, Any]] = [
 TIMES = {"time": "age", "event": "sex", "every": 5.0}
 EXACT: list[dict[str, Any]] = [
     {"ask": "anova", "column": "rate", "by": "kind"},
-    {"ask": "logistic", "outcome": "sex", "on": ["age"]},
-    {"ask": "poisson", "outcome": "age", "on": ["rate"]},
     {"ask": "negative_binomial", "outcome": "age", "on": ["rate"]},
     {"ask": "elastic_net", "outcome": "rate", "on": ["age"], "penalty": 0.1},
     {"ask": "meta_analysis", "outcome": "rate", "on": ["age"]},
@@ -40,7 +39,6 @@ EXACT: list[dict[str, Any]] = [
     {"ask": "components", "columns": ["age", "rate"]},
     {"ask": "mann_whitney", "column": "age", "by": "sex", "every": 1},
     {"ask": "evaluate", "score": "age", "outcome": "sex"},
-    {"ask": "survival", **TIMES},
     {"ask": "cox", **TIMES, "on": ["rate"]},
     {"ask": "weighted_cox", **TIMES, "treatment": "drug", "propensity": ["rate"]},
     {"ask": "concordance", **TIMES, "score": "rate", "score_every": 1.0},
@@ -65,7 +63,7 @@ def table(values: list[tuple[float, ...]]) -> DataTable:
 @given(rows)
 def test_one_row_changes_a_release_by_no_more_than_is_stated(values: list[tuple[float, ...]]) -> None:
     """Brute force: all sums of a table, and of the same without its last row, whatever that row holds."""
-    asked = survey(NOISY, 1.0)
+    asked = survey([*NOISY, {"ask": "survival", **TIMES, "by": "kind"}], 1.0)
     parts = []
     for question in asked.questions:
         assert isinstance(question, NoisyQuestion)
@@ -195,3 +193,65 @@ def test_a_budget_is_divided_by_weights_and_no_budget_has_none() -> None:
     assert asked.shares == pytest.approx([0.25, 0.75])
     with pytest.raises(ConfigError, match=r"no \[privacy\]"):
         survey([{**NOISY[4], "weight": 3.0}], None)
+
+
+SURVIVAL = {"ask": "survival", "time": "age", "event": "sex", "every": 5.0, "until": 50.0}
+
+
+def followed(rows: int, seed: int, hazard: float = 0.02) -> dict[str, Any]:
+    draw = np.random.default_rng(seed)
+    time, last = draw.exponential(1 / hazard, rows), draw.uniform(0, 160, rows)
+    both = np.minimum(np.minimum(time, last), 100)
+    return {"age": both, "sex": ((time <= last) & (time <= 100)) * 1.0}
+
+
+def exact_answer(question: dict[str, Any], rows: DataTable) -> Any:
+    asked = survey([question], None)
+    public = asked.public_places.unpack(torch.zeros(asked.public_places.size))
+    [answer] = asked.answers(asked.step(public, asked.sums(rows, public)))
+    return answer
+
+
+def test_almost_without_noise_curves_are_kaplan_and_meiers() -> None:
+    """Curve, bands where Greenwood's say as much, mean and test: those of an exact survey."""
+    groups = [followed(1500, 1), followed(1500, 2, 0.03)]
+    rows = {name: np.concatenate([each[name] for each in groups]) for name in groups[0]}
+    table = DataTable({**rows, "drug": np.repeat([0.0, 1.0], 1500)}, COLUMNS)
+    question = {**SURVIVAL, "by": "drug"}
+    [noisy], known = released(survey([question], 1e-6), [table], 1e-6), exact_answer(question, table)
+    for label, curve in known.values["curves"].items():
+        own = noisy.values["curves"][label]
+        assert own["survival"] == pytest.approx(curve["survival"], rel=1e-6)
+        assert own["restricted"]["mean"] == pytest.approx(curve["restricted"]["mean"], rel=1e-6)
+        assert own["restricted"]["error"] == pytest.approx(curve["restricted"]["error"], rel=1e-4)
+        assert own["median"] == curve["median"]
+        assert own["lower"] == pytest.approx(curve["lower"], abs=0.01)
+    assert noisy.values["log_rank"]["chi2"] == pytest.approx(known.values["log_rank"]["chi2"], rel=1e-4)
+
+
+def test_bands_and_the_log_rank_test_count_the_noise_in() -> None:
+    """Of 100 surveys of 2,000 rows in two groups alike at epsilon 1, three standard errors aside."""
+    noise = solve_noise(sums_charge(1.0), 1.0, 1e-6).noise_multiplier
+    asked, held, means, small = survey([{**SURVIVAL, "by": "drug"}], noise), 0, 0, 0
+    # S at the end of an interval of 5 is what exp(−0.02 t) is there.
+    true, mean = math.exp(-0.02 * 50), sum(5 * math.exp(-0.02 * start) for start in range(0, 50, 5))
+    for seed in range(100):
+        group = np.arange(2000) % 2 * 1.0
+        [answer] = released(asked, [DataTable({**followed(2000, seed), "drug": group}, COLUMNS)], noise, seed)
+        curve = answer.values["curves"]["yes"]
+        held += curve["lower"][9] <= true <= curve["upper"][9]
+        low, high = curve["restricted"]["interval"]
+        means += low <= mean <= high
+        small += answer.values["log_rank"]["p"] < 0.05
+    assert held >= 88
+    assert means >= 88
+    assert small <= 12
+
+
+def test_a_curve_ends_where_the_noise_hides_who_is_at_risk() -> None:
+    asked = survey([SURVIVAL], 10.0)
+    [some] = released(asked, [DataTable(followed(400, 1), COLUMNS)], 10.0)
+    assert 0 < len(some.values["curves"]["all"]["times"]) < 20
+    assert any("curves end at" in note for note in some.notes)
+    [none] = released(asked, [DataTable(followed(5, 1), COLUMNS)], 10.0)
+    assert "nobody is at risk" in none.why

@@ -1,0 +1,275 @@
+"""Logistic and Poisson regression under noise: Newton's method on noisy gradients and Hessians.
+
+With t = (1, features) scaled as for products, a row's gradient is t (y − m): |y − m| ≤ 1 of the logistic
+mean, and no more than the most that a count may be where means are cut to that. Its Hessian is t tᵀ times
+m (1 − m) ≤ 1/4, or m. Each step is one release of both.
+
+Errors. The last step goes from b to b + H⁻¹ g, with noise N on the gradient g and D on the Hessian H. To
+first order what that is off by is H⁻¹ (s + N + D e): s is the score of the sample at the truth, with variance
+H, and e what b was off by, whose variance the step before gave. So the variance is
+H⁻¹ (H + σ² + E[D e eᵀ D]) H⁻¹.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from roundtable.core.analyses.estimates import HEADER, coefficient_rows, coefficients
+from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
+from roundtable.core.analyses.noisy.noisy_products import DROWNED, NoisyProducts
+from roundtable.core.analyses.noisy.noisy_question import Q95, SumBlock, count_interval
+from roundtable.core.analyses.question import Answer
+from roundtable.core.analyses.scipy_parts import special
+from roundtable.core.errors import ConfigError
+from roundtable.core.tables.table_description import ColumnTable
+from roundtable.core.tables.table_reading import DataTable
+
+_STEPS = 4
+_LONGEST = 3.0
+"""The most that a coefficient of a scaled column changes in a step: noise may make it a leap."""
+_SHARES = {"gradient": 3.0, "last_gradient": 4.0, "hessian": 3.0, "last_hessian": 2.0, "start": 1.0}
+"""What first and last steps count when the budget is divided. Coverage and width were tried for several:
+the last gradient decides the errors, earlier steps have to come near the maximum at all."""
+
+
+class NoisyNewton(NoisyProducts):
+    """A regression by Newton's method: stage 0 counts, and each of the next is a step; subclasses say of
+    which mean."""
+
+    ratios: ClassVar[str] = ""
+    clear: ClassVar[float] = 1.0
+    """As for linear regression, how often the noise's spectral norm goes into the smallest eigenvalue."""
+    curvature: ClassVar[float] = 1.0
+    """How much more a Hessian counts where the budget is divided."""
+
+    def __init__(
+        self, columns: Mapping[str, ColumnTable], title: str, outcome: str, on: tuple[str, ...]
+    ) -> None:
+        super().__init__(columns, title, on)
+        self.outcome = outcome
+
+    @property
+    @override
+    def names(self) -> tuple[str, ...]:
+        return (*self._of, self.outcome)
+
+    @property
+    @override
+    def told(self) -> tuple[str, ...]:
+        return (self.outcome,)
+
+    @property
+    def most(self) -> tuple[float, float]:
+        """Bounds of |y − m|, and of the weight of a row in the Hessian."""
+        raise NotImplementedError
+
+    def read(self, table: DataTable, whole: npt.NDArray[np.bool_]) -> tuple[Doubles, Doubles]:
+        """(outcome, offset) of the whole rows."""
+        raise NotImplementedError
+
+    def mean(self, linear: Doubles) -> tuple[Doubles, Doubles]:
+        """(mean, weight) at a linear predictor, within `most`."""
+        raise NotImplementedError
+
+    def intercept(self, share: float, offset: float) -> float:
+        """With which to begin, the slopes being 0: `share` is the mean of what `start` adds up."""
+        raise NotImplementedError
+
+    @property
+    @override
+    def blocks(self) -> Mapping[str, SumBlock]:
+        gradient, weight = self.most
+        width, pairs = len(self.terms) + 1, len(self._pairs)
+        norm = math.sqrt(1 + len(self._of))
+        first, last = range(1, _STEPS), range(_STEPS, _STEPS + 1)
+
+        def block(name: str, size: int, reach: float, stages: range) -> SumBlock:
+            more = self.curvature if "hessian" in name else 1.0
+            return SumBlock((size,), reach, stages, _SHARES[name] * more * norm / 4)
+
+        return {
+            "start": block("start", 3, math.sqrt(3.0), range(1)),
+            "gradient": block("gradient", width, gradient * norm, first),
+            "hessian": block("hessian", pairs, weight * self.reach, first),
+            "last_gradient": block("last_gradient", width, gradient * norm, last),
+            "last_hessian": block("last_hessian", pairs, weight * self.reach, last),
+        }
+
+    @property
+    @override
+    def public(self) -> Mapping[str, Shape]:
+        width = len(self.terms) + 1
+        return {"start": (3,), "slopes": (width,), "covariance": (width, width), "least": (1,)}
+
+    @override
+    def added_at(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
+        whole = np.asarray(~np.isnan(table.matrix(self.names)).any(axis=1), dtype=np.bool_)
+        outcome, offset = self.read(table, whole)
+        if stage == 0:
+            scaled = outcome / self.most[0]
+            return {"start": np.array([float(len(outcome)), scaled.sum(), np.clip(offset, -1.0, 1.0).sum()])}
+        t = self.design(table, whole)
+        with np.errstate(all="ignore"):
+            linear = np.nan_to_num(t @ public["slopes"] + self.stretch * offset, nan=0.0)
+        mean, weight = self.mean(np.clip(linear, -700.0, 700.0))
+        mark = "last_" if stage == _STEPS else ""
+        return {
+            f"{mark}gradient": t.T @ (outcome - mean),
+            f"{mark}hessian": self.products(t, weight),
+        }
+
+    stretch = 1.0
+    """What an offset of 1 is in the linear predictor."""
+
+    @override
+    def follow(self, public: Arrays, released: Arrays, stage: int) -> dict[str, Any]:
+        width = len(self.terms) + 1
+        if stage == 0:
+            slopes = np.zeros(width)
+            rows = max(float(released["start"][0]), 1.0)
+            slopes[0] = self.intercept(*(released["start"][1:] / rows))
+            return {"start": released["start"], "slopes": slopes}
+        mark, silos = "last_" if stage == _STEPS else "", self.silos(public)
+        hessian = self._map @ released[f"{mark}hessian"]
+        noise = self.spread(f"{mark}gradient", silos)
+        blur = self.spread(f"{mark}hessian", silos)
+        least = float(np.linalg.eigvalsh(hessian)[0])
+        # Where noise has made the Hessian nearly singular, a step is as long as it would be beside the noise.
+        ridge = max(0.0, 2 * blur * math.sqrt(width) - least) if stage < _STEPS else 0.0
+        clear = least / (self.clear * blur * math.sqrt(width))
+        if stage == _STEPS and clear < 1.0:
+            return {"least": clear}
+        inverse = np.linalg.inv(hessian + ridge * np.eye(width))
+        step = inverse @ released[f"{mark}gradient"]
+        if stage < _STEPS:
+            step *= min(1.0, _LONGEST / max(float(np.abs(step).max()), _LONGEST))
+        middle = hessian + noise**2 * np.eye(width)
+        middle += blur**2 * np.einsum("ijk,jl,mlk->im", self._map, public["covariance"], self._map)
+        return {
+            "slopes": public["slopes"] + step,
+            "covariance": inverse @ middle @ inverse,
+            "least": clear,
+        }
+
+    @override
+    def answer(self, public: Arrays) -> Answer:
+        if public["least"][0] < 1.0 or not (np.diag(public["covariance"]) > 0).all():
+            return Answer(self.title, self.ask, why=DROWNED)
+        units = np.diag([1.0, *(1 / self._half)])
+        units[0, 1:] = -self._middle / self._half
+        estimates = units @ public["slopes"]
+        errors = np.sqrt(np.diag(units @ public["covariance"] @ units.T))
+        n, noise = float(public["start"][0]), self.spread("start", self.silos(public))
+        values = {
+            "n": n,
+            "n_interval": count_interval(n, noise),
+            **coefficients(["intercept", *self.terms], estimates, errors, None),
+            self.ratios: np.exp(np.clip(estimates, -700, 700)).tolist(),
+        }
+        notes = [
+            f"{max(0, round(n))} ± {Q95 * noise:.4g} rows; errors, intervals and p count the noise in",
+            "no likelihood is told: it is a sum over rows without a bound",
+        ]
+        return Answer(self.title, self.ask, HEADER, coefficient_rows(values), values, notes=notes)
+
+
+class NoisyLogistic(NoisyNewton):
+    """Logistic regression of a category of two values, the second against the first."""
+
+    ask: ClassVar[str] = "logistic"
+    ratios: ClassVar[str] = "odds_ratios"
+
+    def __init__(
+        self, columns: Mapping[str, ColumnTable], title: str, outcome: str, on: tuple[str, ...]
+    ) -> None:
+        super().__init__(columns, title, outcome, on)
+        if len(self.category(outcome).values) != 2:
+            raise ConfigError(f"{title}: logistic regression is of two values, and {outcome!r} has others")
+
+    @property
+    @override
+    def most(self) -> tuple[float, float]:
+        return 1.0, 0.25
+
+    @override
+    def read(self, table: DataTable, whole: npt.NDArray[np.bool_]) -> tuple[Doubles, Doubles]:
+        outcome = table.column(self.outcome)[whole]
+        return outcome, np.zeros(len(outcome))
+
+    @override
+    def mean(self, linear: Doubles) -> tuple[Doubles, Doubles]:
+        chance = special.expit(linear)
+        return chance, np.minimum(chance * (1 - chance), 0.25)
+
+    @override
+    def intercept(self, share: float, offset: float) -> float:
+        return float(special.logit(min(max(share, 0.02), 0.98)))
+
+
+class NoisyPoisson(NoisyNewton):
+    """Poisson regression of a count within its range; means beyond the most count as the most."""
+
+    ask: ClassVar[str] = "poisson"
+    ratios: ClassVar[str] = "rate_ratios"
+    # The bound of a mean is far above most means, so noise is larger beside the Hessian, which bends more.
+    clear: ClassVar[float] = 2.0
+    curvature: ClassVar[float] = 2.0
+
+    def __init__(
+        self,
+        columns: Mapping[str, ColumnTable],
+        title: str,
+        outcome: str,
+        on: tuple[str, ...],
+        exposure: str | None,
+    ) -> None:
+        super().__init__(columns, title, outcome, on)
+        self.exposure = exposure
+        found = self.number(outcome)
+        if (found.least or 0.0) < 0 or not found.most:
+            raise ConfigError(f"{title}: counts are from 0 on: set least = 0 in [columns.{outcome}]")
+        self.stretch = 1.0
+        if exposure is not None:
+            span = self.number(exposure)
+            if not span.least or span.least <= 0:
+                raise ConfigError(
+                    f"{title}: under [privacy] an exposure needs a least above 0: without one its logarithm "
+                    f"has no bound ([columns.{exposure}])"
+                )
+            self.stretch = max(1.0, *(abs(math.log(end)) for end in (span.least, span.most or span.least)))
+
+    @property
+    @override
+    def names(self) -> tuple[str, ...]:
+        return (*super().names, *([self.exposure] if self.exposure is not None else []))
+
+    @property
+    @override
+    def most(self) -> tuple[float, float]:
+        highest = float(self.number(self.outcome).most or 1.0)
+        return highest, highest
+
+    @override
+    def read(self, table: DataTable, whole: npt.NDArray[np.bool_]) -> tuple[Doubles, Doubles]:
+        outcome = np.clip(table.column(self.outcome)[whole], 0.0, self.most[0])
+        if self.exposure is None:
+            return outcome, np.zeros(len(outcome))
+        span = self.number(self.exposure)
+        lasts = np.clip(table.column(self.exposure)[whole], span.least, span.most)
+        return outcome, np.log(lasts) / self.stretch
+
+    @override
+    def mean(self, linear: Doubles) -> tuple[Doubles, Doubles]:
+        mean = np.minimum(np.exp(linear), self.most[0])
+        return mean, mean
+
+    @override
+    def intercept(self, share: float, offset: float) -> float:
+        lasts = math.exp(self.stretch * min(max(offset, -1.0), 1.0))
+        return math.log(max(share, 1e-3) * self.most[0] / lasts)
