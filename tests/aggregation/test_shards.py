@@ -29,7 +29,7 @@ from roundtable.aggregation.shards.named_workers import shard_workers
 from roundtable.aggregation.shards.shard_processes import ShardProcess, ShardProcesses
 from roundtable.core.errors import ConfigError
 
-ROWS, COLUMNS, F = 11, 100_000, 2
+ROWS, COLUMNS, F = 11, 50_000, 2
 RULES: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("mean", {}, ()),
     ("median", {}, ()),
