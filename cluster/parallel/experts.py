@@ -39,20 +39,26 @@ class Experts(nn.Module):
         """Tokens [n, dim] sorted by expert, with counts [experts]; gives [n, dim]."""
         up, gate, down = (_local(weight) for weight in (self.up, self.gate, self.down))
         if self.mesh is None:
-            return _run(tokens, _known(counts, len(tokens)), up, gate, down)
+            return _run(tokens, _known(counts.unsqueeze(0), len(tokens))[0], up, gate, down)
         # Tokens of all ranks that share the experts arrive here, where other weights see their own rank's.
         up, gate, down = (_scaled(w, 1 / self.mesh.size()) for w in (up, gate, down))
         group = self.mesh.get_group()
         here = self.experts // self.mesh.size()
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=group)
-        sent = counts.view(-1, here).sum(1).tolist()
-        received = theirs.view(-1, here).sum(1).tolist()
+        # The host waits once for both: sizes of what it sends and receives follow from values.
+        mine, others = _known(torch.stack([counts, theirs]), len(tokens))
+        sent, received = (
+            [sum(each[first : first + here]) for first in range(0, self.experts, here)]
+            for each in (mine, others)
+        )
         arrived: Tensor = all_to_all_single_autograd(tokens, received, sent, group)
         # They come by rank and then by expert; an expert wants its own from all ranks together.
-        owner = torch.arange(here, device=tokens.device).repeat(self.mesh.size()).repeat_interleave(theirs)
+        places = torch.arange(here, device=tokens.device).repeat(self.mesh.size())
+        owner = places.repeat_interleave(theirs, output_size=sum(received))
         order = owner.argsort(stable=True)
-        done = _run(arrived[order], theirs.view(-1, here).sum(0).tolist(), up, gate, down)
+        own = [sum(others[expert::here]) for expert in range(here)]
+        done = _run(arrived[order], own, up, gate, down)
         back = torch.empty_like(done).index_copy(0, order, done)
         returned: Tensor = all_to_all_single_autograd(back, sent, received, group)
         return returned
@@ -233,12 +239,12 @@ def _arriving(counts: Tensor, most: int) -> int:
     return most if isinstance(counts, FakeTensor) else int(counts[:-1].sum())
 
 
-def _known(counts: Tensor, total: int) -> list[int]:
-    """The number of tokens of each expert; equal shares where values are fake."""
+def _known(counts: Tensor, total: int) -> list[list[int]]:
+    """Each row's number of tokens of each expert; equal shares of `total` where values are fake."""
+    rows, experts = counts.shape
     if isinstance(counts, FakeTensor):
-        experts = len(counts)
-        return [total // experts + (i < total % experts) for i in range(experts)]
-    known: list[int] = counts.tolist()
+        return [[total // experts + (i < total % experts) for i in range(experts)]] * rows
+    known: list[list[int]] = counts.tolist()
     return known
 
 

@@ -77,7 +77,8 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
         products, exchanges = HALVES.get(name, ({"torch.float32"}, set()))
         assert set(rank["products"]) == products, where
         kinds = {(what, kind) for what, _, kind, _ in rank["exchanges"]}
-        usual = {"torch.float32", "torch.float64", "torch.int32"}
+        # Ranks tell each other in whole numbers how many tokens of each expert they send.
+        usual = {"torch.float32", "torch.float64", "torch.int32", "torch.int64"}
         assert {each for each in kinds if each[1] not in usual} == exchanges, where
     for one, other in combinations(range(len(ranks)), 2):
         # NCCL hangs where two ranks begin what they share in another order, or with other sizes.

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import fake_cuda
 import torch
 import torch.distributed as dist
-from cluster_models import Language
+from cluster_models import Language, Mixture
 from cluster_plans import plan
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -61,6 +61,8 @@ STRATEGIES = {
     "local": plan("ddp", dp=2, local_steps=2),
     "pp": plan(pp=2),
     "zero3 pp": plan("zero3", fsdp=2, pp=2),
+    "zero3 experts": plan("zero3", fsdp=2),
+    "zero3 experts shared": plan("zero3", fsdp=2, ep=2),
 }
 
 
@@ -92,7 +94,7 @@ MISTAKES = {"ddp reads a number": Reads, "ddp out of order": Disordered}
 def steps(name: str, rank: int) -> dict[str, Any]:
     """What a round of two steps asks of the device, on one rank."""
     strategy = STRATEGIES.get(name) or STRATEGIES["ddp"]
-    task = MISTAKES.get(name, Adam)(layers=2)
+    task = MISTAKES.get(name, Adam)(layers=2, **({"block": Mixture} if "experts" in name else {}))
     job = JobConfig.model_validate(
         {"task": "t", "seed": 7, "algorithm": {"steps": 2, "batch_size": 8, "max_gradient_norm": 0.5}}
     )
