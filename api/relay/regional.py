@@ -91,7 +91,8 @@ class RegionalRounds:
             live = self._live[span.job] = LiveSpan(span)
             for made in span.rounds:
                 self._decided.settle((span.job, made.round, span.attempt, TRAIN), made)
-            self._sums.expect(live.asked, self._patience, span.seconds(time.time()), blind=True)
+            last = span.rounds[-1].members if span.rounds else {}
+            self._sums.go_on(live.asked, self._patience, span.seconds(time.time()), last)
             log.info("%s: round %d within the region goes on", span.job, span.round)
 
     async def close(self) -> None:
@@ -307,7 +308,7 @@ class RegionalRounds:
 
     def _next(self, live: LiveSpan, silo: str) -> agent_pb2.Instruction:
         """The order of the round that runs, for a silo that the coordinator has asked."""
-        self._sums.expect(live.asked, self._patience, 0.0)
+        self._sums.expect(live.asked, self._patience)
         return next_order(live.span, live.orders[silo], silo, self._name, self._identity)
 
     def _begun(self, order: agent_pb2.Instruction, first: int) -> LiveSpan:
@@ -322,7 +323,7 @@ class RegionalRounds:
         )
         live = self._live[step.job] = LiveSpan(span)
         self._folder.keep(span)
-        self._sums.expect(live.asked, self._patience, 0.0)
+        self._sums.expect(live.asked, self._patience)
         live.start = self._spawn(self._adopt(live))
         return live
 

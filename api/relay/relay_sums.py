@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,6 +55,7 @@ class _StepSums:
 
     def __init__(self) -> None:
         self.awaited: set[str] = set()
+        self.returning: set[str] = set()
         self.order: SumOrder | None = None
         self.closes = self.blind = self.grace = self.patience = 0.0
         self.waiting: dict[str, _Waiting] = {}
@@ -129,16 +130,24 @@ class RelaySums:
         step = self._step(asked)
         step.order = order
         step.closes = step.closes or time.monotonic() + order.seconds
+        step.returning.discard(silo)
         if silo not in step.waiting:
             step.awaited.add(silo)
 
-    def expect(self, asked: Asked, patience: float, seconds: float, *, blind: bool = False) -> None:
-        """Has a sum of this step wait `patience` seconds for a silo that has left; after a restart, `blind`,
-        for whoever comes, and be closed after `seconds`."""
+    def expect(self, asked: Asked, patience: float) -> None:
+        """Has a sum of this step wait `patience` seconds for a silo that has left."""
+        self._step(asked).patience = patience
+
+    def go_on(self, asked: Asked, patience: float, seconds: float, silos: Collection[str]) -> None:
+        """After a restart: a sum of this step waits `patience` seconds for these silos to come back, or where
+        there are none for whoever comes, and is closed after `seconds`."""
         step, now = self._step(asked), time.monotonic()
-        step.patience = patience
-        if blind:
-            step.blind, step.closes = now + patience, now + max(seconds, patience)
+        step.patience, step.closes = patience, now + max(seconds, patience)
+        step.returning.update(silos)
+        if silos:
+            step.grace = now + patience
+        else:
+            step.blind = now + patience
 
     def waits_for(self, silo: str, asked: Asked) -> bool:
         """Whether the silo's update of this step is here and waits to be added up."""
@@ -159,6 +168,7 @@ class RelaySums:
         """The silo will not deliver: it has said so, or is asked for it no more."""
         if (step := self._steps.get(asked)) is not None:
             step.awaited.discard(silo)
+            step.returning.discard(silo)
             step.changed.set()
 
     def left(self) -> None:
@@ -190,6 +200,7 @@ class RelaySums:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         waits = step.waiting[part.name] = _Waiting(part, future)
         step.awaited.difference_update(part.members)
+        step.returning.difference_update(part.members)
         step.changed.set()
         self._go_on(step)
         try:
@@ -248,7 +259,7 @@ class RelaySums:
         while step.waiting:
             now = time.monotonic()
             waits = [] if any(self._silos.get(silo) for silo in step.awaited) else [step.blind]
-            if waits and step.awaited:
+            if waits and (step.awaited or step.returning):
                 waits.append(step.grace)
             left = min(step.closes, max(waits, default=step.closes)) - now
             if left <= 0:

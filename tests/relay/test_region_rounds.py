@@ -53,7 +53,7 @@ EXAMPLES = {name: 10 * (place + 1) for place, name in enumerate(NAMES)}
 
 @pytest.fixture(scope="module")
 def credentials(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("relay")
+    folder = tmp_path_factory.mktemp("credentials")
     create_ca(folder / "ca")
     issue(folder / "ca", "east", "relay", folder / "east", hosts=("localhost",))
     issue(folder / "ca", "west", "relay", folder / "west", hosts=("localhost",))
