@@ -66,10 +66,24 @@ def simulated(folder: Path, **tables: Any) -> Any:
     return simulate(job, task, folder=folder, run_dir=folder / "run" if tables == {} else None)
 
 
+PREFERENCES = f"""
+    def __init__(self):
+        base = str(Path(__file__).with_name("base"))
+        super().__init__(base, length={POSITIONS}, targets="all-linear", objective="dpo")
+
+    def texts(self, site):
+        pairs = [
+            {{"prompt": f"bed {{number}}?", "chosen": "stable", "rejected": "no idea at all"}}
+            for number in range(site.options.get("seed", site.index), 16, 2)
+        ]
+        return pairs[:6], pairs[6:]
+"""
+
+
 @asynccontextmanager
-async def two_silos(folder: Path) -> AsyncIterator[tuple[str, Path]]:
-    """A coordinator with the clients of the simulation as silos."""
-    async with federation_of(folder, TASK.format(length=POSITIONS)) as (address, _):
+async def two_silos(folder: Path, more: str = "") -> AsyncIterator[tuple[str, Path]]:
+    """A coordinator with the clients of the simulation as silos; `more` follows in the task's class."""
+    async with federation_of(folder, TASK.format(length=POSITIONS) + more) as (address, _):
         configs = []
         for number in range(2):
             name = f"client-{number}"
@@ -145,6 +159,28 @@ async def test_silos_of_different_ranks_at_a_coordinator(
             ConfigError, match=r"'clinet-0' is not a client of this job; the first are client-0, c"
         ):
             await asyncio.to_thread(run_job, (address, folder), unknown, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [{}, {"name": "flora", "ranks": {"client-0": 1, "client-1": 4}}])
+async def test_silos_learn_what_is_preferred_at_a_coordinator(
+    folder: Path, algorithm: dict[str, Any]
+) -> None:
+    """The bits of the simulation, and what silos measure of preferences."""
+    (folder / "toy.py").write_text(TASK.format(length=POSITIONS) + PREFERENCES)
+    job = JobConfig.model_validate(
+        {**TABLE, "algorithm": {**TABLE["algorithm"], "learning_rate": 0.01, **algorithm}}
+    )
+    result = simulate(job, folder=folder)
+    model = initial_model(job, load_task("toy.py", folder))
+    async with two_silos(folder, PREFERENCES) as (address, _):
+        status, history, final = await asyncio.to_thread(run_job, (address, folder), job, model)
+    assert status == "finished"
+    assert torch.equal(final.vector, result.model.vector)
+    sums = [record["evaluation"] for record in history]
+    margins = [each["reward_margin"][0] / each["reward_margin"][1] for each in sums]  # type: ignore[index]
+    assert margins == result.history["reward_margin"]
+    assert 0 < margins[0] < margins[1]
 
 
 @pytest.mark.parametrize("backend", ["vectorised", "stacked"])
