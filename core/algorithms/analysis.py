@@ -192,7 +192,7 @@ class Analysis(ClientAlgorithm):
         table: DataTable = data.read(self.of.table, survey.needed, fresh=stage == 0, lenient=True)
         made, names = survey.sums(table, public), survey.released(stage)
         exact = {name: values for name, values in made.items() if isinstance(values, np.ndarray)}
-        about = blake3(survey.public_places.pack(public).numpy().tobytes()).digest()
+        about = blake3(round.down[_PUBLIC].contiguous().numpy().tobytes()).digest()
         noised = round.noised(np.concatenate([exact[name].ravel() for name in names]), about)
         ends = np.cumsum([prod(places.reals[name]) for name in names])[:-1]
         released = dict(zip(names, np.split(noised, ends), strict=True))

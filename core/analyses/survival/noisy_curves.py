@@ -112,9 +112,9 @@ class NoisyKaplanMeier(NoisyQuestion):
         spread = noise * math.sqrt(2 * self._grid.intervals)
         notes = [f"rows are within ± {Q95 * spread:.4g} in 95 of 100 surveys; intervals count the noise in"]
         notes += [f"{label}: beside the noise nobody is at risk" for label in labels if label not in told]
-        ends = [curve["times"][-1] for curve in told.values()]
-        if min(ends) < self._grid.intervals * width:
-            notes.append(f"curves end at {min(ends):g} to {max(ends):g}: then noise hides who is at risk")
+        last = min(curve["times"][-1] for curve in told.values())
+        if last < self._grid.intervals * width:
+            notes.append(f"curves end at {last:g} or later: then the noise hides who is at risk")
         values: dict[str, Any] = {"curves": told}
         if len(labels) > 1:
             values["log_rank"] = test = noisy_log_rank(leavers, noise)
