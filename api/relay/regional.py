@@ -45,7 +45,7 @@ from roundtable.server.services.upload_receipts import Receipts, unsigned
 log = logging.getLogger("roundtable.relay")
 
 RETRY_SECONDS = 1.0
-LATE_SECONDS = 1.0
+LATE_SECONDS, ORDERS_SECONDS = 1.0, 2.0
 Receipt = agent_pb2.UploadReceipt
 
 
@@ -323,7 +323,7 @@ class RegionalRounds:
         )
         live = self._live[step.job] = LiveSpan(span)
         self._folder.keep(span)
-        self._sums.expect(live.asked, self._patience)
+        self._sums.expect(live.asked, self._patience, min(self._patience, ORDERS_SECONDS))
         live.start = self._spawn(self._adopt(live))
         return live
 

@@ -134,9 +134,11 @@ class RelaySums:
         if silo not in step.waiting:
             step.awaited.add(silo)
 
-    def expect(self, asked: Asked, patience: float) -> None:
-        """Has a sum of this step wait `patience` seconds for a silo that has left."""
-        self._step(asked).patience = patience
+    def expect(self, asked: Asked, patience: float, blind: float = 0.0) -> None:
+        """Has a sum of this step wait `patience` seconds for a silo that has left, and `blind` from now for
+        whoever has had no order yet."""
+        step = self._step(asked)
+        step.patience, step.blind = patience, max(step.blind, time.monotonic() + blind)
 
     def go_on(self, asked: Asked, patience: float, seconds: float, silos: Collection[str]) -> None:
         """After a restart: a sum of this step waits `patience` seconds for these silos to come back, or where
