@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -203,20 +202,7 @@ class JobContext:
 
     def candidate(self, name: str) -> Candidate:
         """What selection may know of a client."""
-        record, info = self.state.clients.get(name), self.population.info(name)
-        if record is None:
-            return Candidate(info)
-        if record.examples is not None:
-            info = replace(info, examples=record.examples)
-        return Candidate(
-            info,
-            record.selected,
-            record.completed,
-            record.last_round,
-            record.loss,
-            record.seconds,
-            record.direction,
-        )
+        return Candidate.of(self.population.info(name), self.state.clients.get(name))
 
     def choose(self, names: Sequence[str], size: int, chance: np.random.Generator) -> list[str]:
         """The names that the job's strategy chooses, in order. Raises SelectionFailed where it cannot."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,7 +22,7 @@ from roundtable.core.seeds import derive_seed
 from roundtable.engine.clients import ClientInfo
 from roundtable.engine.diverse_groups import by_direction, by_histogram, by_value
 from roundtable.engine.population import Population
-from roundtable.engine.state import EngineState
+from roundtable.engine.state import ClientRecord, EngineState
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,16 @@ class Candidate:
     loss: float | None = None
     seconds: float | None = None
     direction: str = ""
+
+    @classmethod
+    def of(cls, info: ClientInfo, record: ClientRecord | None) -> Candidate:
+        """Of a client and the job's record of it, None where it was never asked."""
+        if record is None:
+            return cls(info)
+        if record.examples is not None:
+            info = replace(info, examples=record.examples)
+        told = (record.loss, record.seconds, record.direction)
+        return cls(info, record.selected, record.completed, record.last_round, *told)
 
     @property
     def reliability(self) -> float:
