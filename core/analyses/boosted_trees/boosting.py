@@ -24,7 +24,7 @@ from roundtable.core.analyses.boosted_trees.boosting_objectives import (
 from roundtable.core.analyses.boosted_trees.feature_bins import BoostingPlan, FeatureBins
 from roundtable.core.analyses.boosted_trees.row_kernels import AskedNodes, NodeHistograms
 from roundtable.core.analyses.boosted_trees.tree_growing import Grower
-from roundtable.core.analyses.boosted_trees.xgboost_model import importance_of, xgboost_model
+from roundtable.core.analyses.boosted_trees.xgboost_model import importance_of, nine_digits, xgboost_model
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape, Singles, Sums, Whole
 from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question
 from roundtable.core.errors import ConfigError
@@ -310,7 +310,7 @@ class BoostedTrees(Question):
         """The prediction before the first tree, as far as these counts tell it."""
         if self.plan.base_score is not None:
             return self.plan.base_score
-        return _short(float(counted[1] / counted.sum())) if self.objective.classes == 2 else _HALF
+        return nine_digits(float(counted[1] / counted.sum())) if self.objective.classes == 2 else _HALF
 
     def _begin(self, sums: Arrays) -> dict[str, Any]:
         counted, held = sums["rows"], sums["held"]
@@ -331,7 +331,7 @@ class BoostedTrees(Question):
         if stage == 1 and self.objective.classes == 1 and self.plan.base_score is None:
             column = self.number(self.outcome)
             mean = column.middle + column.half * sums["first"][0] / public["rows"].sum()
-            found["base"] = _short(max(float(mean), _LEAST_MEAN) if self.plan.counts else float(mean))
+            found["base"] = nine_digits(max(float(mean), _LEAST_MEAN) if self.plan.counts else float(mean))
         if self.bins.sketched:
             found["cuts"] = self.bins.refine(public["cuts"], sums["cells"], stage == SKETCH_ROUNDS)
         return {**found, **self._go_on(stage + 1)}
@@ -395,8 +395,3 @@ class BoostedTrees(Question):
             for name, own in sorted(importance.items(), key=lambda item: -item[1]["total_gain"])
         ]
         return Answer(self.title, self.ask, header, rows, values, notes=notes, model=model)
-
-
-def _short(value: float) -> float:
-    """A float32 that nine digits tell, as versions of xgboost read no more."""
-    return float(np.float32(f"{np.float32(value):.8e}"))

@@ -121,3 +121,8 @@ def _tree(features: int, rate: float, public: Arrays, tree: int) -> dict[str, An
 def _condition(cuts: Doubles, feature: int, cut: int) -> float:
     """Values below it go left."""
     return -TOP if cut < 0 else float(cuts[feature, cut])
+
+
+def nine_digits(value: float) -> float:
+    """A float32 that nine digits tell, as versions of xgboost read no more."""
+    return float(np.float32(f"{np.float32(value):.8e}"))
