@@ -208,7 +208,9 @@ class _Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8, bias=False)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
