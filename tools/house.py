@@ -167,7 +167,7 @@ def wheel(*arguments: str) -> None:
             "-q",
             "--durations=10",
             "-n",
-            str(min(4, (os.cpu_count() or 1) + 1)),  # Some wait for others: processes, sockets.
+            str(min(4, os.cpu_count() or 1)),
             "--dist",
             "loadfile",
         )

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ast
 import builtins
+import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from typing import Any
 from blake3 import blake3
 from typing_extensions import override
 
+_log = logging.getLogger(__name__)
 _PREFIX = "roundtable_file_"
 _INIT = "__init__.py"
 _loading = threading.RLock()
@@ -65,7 +68,11 @@ class FilesFirst:
 
 def _imported(files: list[tuple[Path, Path]]) -> FilesFirst:
     for path, folder in files:
-        load_file(path, folder)
+        try:
+            load_file(path, folder)
+        except Exception as error:  # noqa: BLE001 - files raise what they like
+            # It may need what only the other process has. Who has no use for it does not miss it.
+            _log.warning("%s cannot be loaded in process %d: %s", path, os.getpid(), error)
     return FilesFirst()
 
 

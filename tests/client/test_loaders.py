@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -144,7 +146,9 @@ class Secret(Words):
         raise TaskError(f"bad row {index} of {os.getpid()}")
 
 
-def test_workers_that_are_no_forks_know_the_tasks_file(tmp_path: Path) -> None:
+def test_workers_that_are_no_forks_know_the_tasks_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # As on macOS, on Windows, and on Linux from Python 3.14 on.
     file = tmp_path / "spawned.py"
     file.write_text(
@@ -155,6 +159,10 @@ def test_workers_that_are_no_forks_know_the_tasks_file(tmp_path: Path) -> None:
         "        yield from ((index, os.getpid()) for index in range(4))\n"
     )
     made = load_file(file)
+    # An app of another framework, whose stand-in only this process has, is no worker's business.
+    monkeypatch.setitem(sys.modules, "only_here", ModuleType("only_here"))
+    (tmp_path / "app.py").write_text("import only_here\n")
+    load_file(tmp_path / "app.py")
     spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
     [(rows, processes)] = batches_of(DataLoader(made.Rows(), **spawned), epochs=1)
     streamed = list(Workers.of(DataLoader(made.Stream(), **spawned)).read(made.Stream(), 1))

@@ -117,6 +117,7 @@ def test_a_router_in_bfloat16_chooses_as_in_float32(weights: torch.dtype) -> Non
 RULES = {"capacity": {"capacity_factor": 0.5}, "dynamic": {"dynamic": True}}
 
 
+@pytest.mark.slow
 def test_ranks_drop_and_send_what_one_process_does(tmp_path: Path) -> None:
     cases = [
         Case(f"{rule} {name}", strategy, adam(block=Limited, rule=options), STEPS)

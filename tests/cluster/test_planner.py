@@ -303,6 +303,7 @@ def test_experts_are_found() -> None:
     assert len(found.experts) == 4
 
 
+@pytest.mark.slow
 def test_a_plan_for_billions_needs_no_memory() -> None:
     found = looked_over(Small(dim=4096, hidden=11008, layers=32, heads=32, vocabulary=32000, length=128))
     assert found.anatomy.elements > 6.5e9

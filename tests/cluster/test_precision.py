@@ -62,6 +62,7 @@ def test_a_damaged_scale_is_refused() -> None:
             LossScale.kept({NAME: torch.tensor(values, dtype=torch.float64)})
 
 
+@pytest.mark.slow
 def test_steps_that_overflow_are_left_out_on_all_ranks_alike() -> None:
     strategies = {
         "ddp": plan("ddp", dp=2),
