@@ -39,7 +39,9 @@ class Throughput:
         read as one over all.
         """
         told = [transfers.get(name, {}) for name in contributors]
-        tokens = int(training[TOKENS][0]) if TOKENS in training else None
+        # A silo may say anything; fewer than one are none.
+        said = training.get(TOKENS, (0, 0))[0]
+        tokens = int(said) if said >= 1 else None
         moved = [_bytes(each) for each in told]
         shares = [_seconds(each) for each in told]
         known_bytes = bool(told) and None not in moved

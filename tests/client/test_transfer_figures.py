@@ -123,6 +123,8 @@ def test_what_some_silos_do_not_tell_is_not_known_of_the_round() -> None:
     assert of({"down": 20, "down_seconds": 2.0}) == speed
     assert of(whole, 0.0) == {"tokens": 100, "bytes_per_token": 0.6}
     assert Throughput.of({}, {}, (), 4.0).figures() == {}
+    # What a silo makes up is no speed below nothing.
+    assert Throughput.of({TOKENS: (-40.0, 8)}, {}, (), 4.0).figures() == {}
 
 
 def test_tokens_of_an_example_are_a_number(tmp_path: Path) -> None:
