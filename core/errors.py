@@ -142,6 +142,7 @@ FAILURE_KINDS = (
     "gpu_error",
     "task_error",
     "data_corruption",
+    "state_lost",
     "invalid_update",
     "slow_node",
     "busy",

@@ -27,6 +27,12 @@ from roundtable.client.training.tuning import tuner
 from roundtable.client.worker.earlier_readings import READINGS, EarlierReadings
 from roundtable.client.worker.kept_generations import keep_generations
 from roundtable.client.worker.kept_release import KeptRelease
+from roundtable.client.worker.lost_state import (
+    Trouble,
+    left_behind,
+    say_if_lost,
+    say_what_is_lost,
+)
 from roundtable.client.worker.own_model import has_own_model, remember
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
@@ -34,7 +40,7 @@ from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings import StreamKey, get_encoding
-from roundtable.core.encodings.feedback import LOST_ESTIMATE, forgotten, without_memory
+from roundtable.core.encodings.feedback import without_memory
 from roundtable.core.errors import EncodingError, LayoutError, ResourceError, TaskError
 from roundtable.core.failpoints import failpoint
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask
@@ -98,16 +104,20 @@ class Executor:
             torch.set_num_threads(settings.threads)
 
     def train(
-        self, order: Order, progress: Progress, before_batch: BeforeBatch | None = None
+        self,
+        order: Order,
+        progress: Progress,
+        before_batch: BeforeBatch | None = None,
+        trouble: Trouble = lambda kind, detail, action: None,
     ) -> TrainedUpdate:
         """Trains, writes the encoded update to `order.output`, and saves tensors that stay at the silo.
 
         `before_batch` is called before each batch, and may raise Stopped: nothing is written then, and what
-        was paid for stays paid.
+        was paid for stays paid. `trouble` hears, before the first batch, of state that the silo has lost.
         """
         warm, start = self._prepare(order)
         data, _ = self._data_of(order.task, warm)
-        local = self._kept(order, warm)
+        local = self._kept(order, warm, trouble)
         self._remember(order, warm)
         protection = self._protection(order, warm.mode)
         update = train(
@@ -141,18 +151,13 @@ class Executor:
         transfer, sent = warm.config.writes, warm.layout.sent
         encoding, chain = get_encoding(order.encoding or transfer.up), order.encoding
         kept = self._state.load(order.job, order.counted) if transfer.remembers or encoding.keeps else None
-        # Where encodings are chosen, not each leaves something.
-        always = order.counted is not None and not transfer.automatic
-        if always and forgotten(encoding, transfer.memory, kept):
-            if transfer.memory.way == "ef21":
-                raise EncodingError(LOST_ESTIMATE)
-            log.warning("%s: what was remembered of earlier updates is lost; it begins anew", order.job)
         # What is remembered is durable before the update can leave: it counts with the update, or not at all.
         basis = start.vector[warm.layout.basis]
         written = write_remembering(Path(order.output), update.delta, transfer, sent, key, kept, chain, basis)
         failpoint("update_encoded", order.round, "train")
         left = {**update.local, **written.memory}
-        self._state.save(order.job, (order.round, order.attempt), left, order.counted)
+        if left or left_behind(warm.config, warm.algorithm, warm.layout):
+            self._state.save(order.job, (order.round, order.attempt), left, order.counted)
         failpoint("memory_kept", order.round, "train")
         return TrainedUpdate(written.digest, written.size, update.examples, update.metrics, written.writing)
 
@@ -250,8 +255,9 @@ class Executor:
         if has_own_model(warm.algorithm, warm.layout):
             remember(Path(self.settings.jobs), self.settings.client, order)
 
-    def _kept(self, order: Order, warm: _WarmJob) -> dict[str, Tensor] | None:
-        """What the silo goes on from. Raises EncodingError where that is lost and the server counts on it."""
+    def _kept(self, order: Order, warm: _WarmJob, trouble: Trouble | None = None) -> dict[str, Tensor] | None:
+        """What the silo goes on from. `trouble` hears what is lost; EncodingError where the server counts on
+        it."""
         kept = self._state.load(order.job, order.counted)
         if kept is None and order.counted is not None and warm.layout.places:
             place = self._state.path(order.job, *order.counted)
@@ -260,6 +266,8 @@ class Executor:
                 f"in its state folder), and the server of algorithm {warm.config.algorithm.name!r} counts on "
                 "it: the silo can take part in a new job that begins with this one's model"
             )
+        if trouble is not None:
+            say_what_is_lost(order, warm.config, warm.algorithm, warm.layout, kept, trouble)
         return without_memory(kept)
 
     def _prepare(self, order: Order) -> tuple[_WarmJob, Model]:
@@ -287,18 +295,6 @@ class Executor:
             site = Site(self.settings.client, options=options, standardise=standardise)
             self._data = {key: split_data(warm.task, site)}
         return self._data[key]
-
-
-def say_if_lost(order: Order) -> None:
-    """Says in the silo's log that a stream began anew, though an update of an earlier round counts."""
-    if order.counted is not None:
-        log.warning(
-            "%s: round %d began anew in the training data, as the place that round %d left in them is not in "
-            "the silo's state",
-            order.job,
-            order.round,
-            order.counted[0],
-        )
 
 
 def part_of_batch(job: JobConfig, halvings: int, *, evaluation: bool = False) -> int:

@@ -181,7 +181,8 @@ class ScriptTrainer:
             start.vector[start.layout.basis],
         )
         left = {**mine, **written.memory}
-        self._state.save(work.step.job, (work.step.round, work.step.attempt), left, work.kept)
+        if left:
+            self._state.save(work.step.job, (work.step.round, work.step.attempt), left, work.kept)
         return TrainedUpdate(written.digest, written.size, examples, metrics, written.writing)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:

@@ -50,9 +50,10 @@ class SiloState:
         return path if path is not None and path.exists() else None
 
     def save(self, job: str, step: Counted, tensors: Mapping[str, Tensor], counted: Counted | None) -> None:
-        """Saves what the training step `step` leaves, and removes all but that and what is `counted`."""
-        if not tensors:
-            return
+        """Saves what the training step `step` leaves, and removes all but that and what is `counted`.
+
+        Of a job that leaves something each step has a file, if an empty one: where there is none, it is lost.
+        """
         path = self.path(job, *step)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_synced(path, tensors_file(tensors))

@@ -88,6 +88,9 @@ def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, ans
         if commands.withdrawn == command["number"]:
             raise Stopped
 
+    def trouble(kind: str, detail: str, action: str) -> None:
+        _say(answers, {"trouble": [kind, detail, action]})
+
     def begins(act: int) -> None:
         _say(answers, {"progress": [act, len(ACTS), None]})
 
@@ -95,7 +98,7 @@ def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, ans
         if command["do"] == "rehearse":
             return {"rehearsed": asdict(rehearse(executor.settings, order, executor.device, begins))}
         if command["do"] == "train":
-            return {"trained": asdict(executor.train(order, progress, before_batch))}
+            return {"trained": asdict(executor.train(order, progress, before_batch, trouble))}
         return {"evaluated": executor.evaluate(order, before_batch)}
 
     try:

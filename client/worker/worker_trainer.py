@@ -20,6 +20,7 @@ from roundtable.client.policy.gpus import shown_gpus
 from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, its_turn
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Settings, choose_device, part_of_batch
+from roundtable.client.worker.lost_state import Trouble
 from roundtable.client.worker.rehearsal import Rehearsed
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.foundation.base_model import BASES
@@ -175,7 +176,7 @@ class WorkerTrainer:
             assert self._child is not None
             if verb == "train":
                 work.set_up(TrainingSetup(device=str(choose_device(self._config.device))))
-            return await self._child.do(verb, order, progress)
+            return await self._child.do(verb, order, progress, work.trouble)
 
 
 def _bases_of(config: AgentConfig) -> dict[str, str]:
@@ -233,9 +234,12 @@ class _Child:
             self._withdrawing = None
         return self._leaving or self._process.returncode is not None
 
-    async def do(self, verb: str, order: Order, progress: ProgressListener) -> dict[str, Any]:
+    async def do(
+        self, verb: str, order: Order, progress: ProgressListener, trouble: Trouble | None = None
+    ) -> dict[str, Any]:
         """Sends an order, and returns the answer; WorkFailed for a failure or the end of the process.
 
+        `trouble` hears of incidents that do not end it.
         Cancelled, it asks the process to stop and kills it if it does not within a few seconds.
         """
         self._number += 1
@@ -243,7 +247,7 @@ class _Child:
         self._doing = {name: getattr(order, name) for name in names} if verb in ("train", "evaluate") else {}
         self._write({"do": verb, "number": self._number, "order": asdict(order)})
         try:
-            return await self._answer(progress)
+            return await self._answer(progress, trouble)
         except asyncio.CancelledError:
             self._withdrawing = asyncio.create_task(self._withdraw())
             raise
@@ -261,13 +265,16 @@ class _Child:
             await self._process.wait()
         await self._listener
 
-    async def _answer(self, progress: ProgressListener) -> dict[str, Any]:
+    async def _answer(self, progress: ProgressListener, trouble: Trouble | None = None) -> dict[str, Any]:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             message: dict[str, Any] = json.loads(line)
             if "progress" in message:
                 done, total, loss = message["progress"]
                 progress(done, total, math.nan if loss is None else loss)
+            elif "trouble" in message:
+                if trouble is not None:
+                    trouble(*message["trouble"])
             elif "failed" in message:
                 failure = message["failed"]
                 self._leaving = message["leaving"]

@@ -21,7 +21,7 @@ from roundtable.client.training.local_training import check_evaluation, check_pr
 from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import affordable, payment
-from roundtable.client.worker.executor import say_if_lost
+from roundtable.client.worker.lost_state import say_if_lost
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.meshes import Meshes

@@ -178,7 +178,8 @@ class SecondModel:
 class ClientAlgorithm:
     """One way to train at a client. An instance serves one job; what differs by client is in the round.
 
-    looks_back: whether `gradients` looks at the batch of the step before.
+    looks_back: whether `gradients` looks at the batch of the step before. keeps: what a client goes on from
+    in the next round beside the global model, for people, where `end` gives some to keep.
     """
 
     Table: ClassVar[type[AlgorithmTable]] = AlgorithmTable
@@ -187,6 +188,7 @@ class ClientAlgorithm:
     measures: bool = False
     answers: bool = False
     looks_back: bool = False
+    keeps: str = ""
 
     def __init__(self, table: AlgorithmTable) -> None:
         self.table = table

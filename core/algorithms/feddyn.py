@@ -38,6 +38,7 @@ class FedDyn(ClientAlgorithm):
     """
 
     Table = FedDynTable
+    keeps = "the gradient of its earlier rounds"
     composition = Composition(
         weightings=frozenset({"uniform"}),
         unequal_steps=True,

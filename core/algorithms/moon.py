@@ -34,6 +34,7 @@ class Moon(ClientAlgorithm):
     """
 
     Table = MoonTable
+    keeps = "the model that its last round ended with"
     composition = Composition(
         levels=WHOLE_UPDATE_LEVELS, own_optimizers=True, schedule=True, task_method="features"
     )

@@ -67,6 +67,7 @@ class Streaming(ClientAlgorithm):
     """
 
     Table = StreamingTable
+    keeps = "its own weights of the model"
     composition = Composition(
         own_optimizers=True,
         schedule=True,

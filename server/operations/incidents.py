@@ -52,6 +52,12 @@ _OF_SILOS: dict[str, tuple[Severity, str, str]] = {
         "check the silo's disk and line; repeated damage is no accident",
         "excluded the update",
     ),
+    "state_lost": (
+        "warning",
+        "keep the agent's state folder on a disk that outlives the agent; what was lost of the job's "
+        "training does not come back: a new job may begin with a model of before",
+        _WENT_ON,
+    ),
     "invalid_update": (
         "error",
         "the silo's task or data are not sound: see the reason",

@@ -65,11 +65,15 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bundled(tmp_path_factory.mktemp("honest"), JOB)
 
 
-def bundled(folder: Path, table: dict[str, Any], encodings: Mapping[str, str] | None = None) -> Path:
-    """The same for any job; all have approved these encodings of others."""
+def bundled(
+    folder: Path, table: dict[str, Any], encodings: Mapping[str, str] | None = None, kept: int = 2
+) -> Path:
+    """The same for any job; all have approved these encodings. `kept`: rounds whose updates stay."""
 
     async def rounds() -> None:
-        async with federation_of(folder, TASK, keep_updates=2, encodings=dict(encodings or {})) as federation:
+        async with federation_of(
+            folder, TASK, keep_updates=kept, encodings=dict(encodings or {})
+        ) as federation:
             job = JobConfig.model_validate(table)
             model = initial_model(job, load_task("toy.py", folder))
             silos = (replace(silo(federation, name), encodings=encodings or {}) for name in NAMES)
@@ -116,14 +120,71 @@ def test_honest_rounds_are_verified_bit_for_bit(honest: Path, capsys: pytest.Cap
     assert "2 of 3 rounds verified" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rounds_whose_models_travel_as_changes_are_verified_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The published model and the exact one: both follow from the updates."""
+    """The published model and the exact one: both follow from the updates. Below, those in fragments."""
     folder = bundled(tmp_path, {**JOB, "transfer": {"down": "int4(block=64)"}})
     code, said = verify(folder, capsys)
     assert [item["verdict"] for item in said["rounds"]] == ["unproven", "verified", "verified"]
     assert (code, said["contradictions"]) == (3, [])
+
+
+def test_rounds_of_fragments_are_verified_each_with_its_own_momentum(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weight and bias are fragments of the odd and the even rounds; both move as changes of 4 bits."""
+    algorithm = {
+        "name": "streaming",
+        "fragments": 2,
+        "mixing": 0.5,
+        "momentum": 0.5,
+        "optimizer_state": "keep",
+    }
+    table = {
+        **JOB,
+        "rounds": 5,
+        "algorithm": {**JOB["algorithm"], **algorithm},
+        "aggregation": {"server_optimizer": {"name": "diloco"}},
+        "transfer": {"up": "int4(block=64)", "down": "int4(block=64)", "feedback": "on"},
+    }
+    folder = bundled(tmp_path, table, kept=4)
+    code, said = verify(folder, capsys)
+    assert [item["verdict"] for item in said["rounds"]] == ["unproven", *["verified"] * 4]
+    assert (code, said["contradictions"]) == (3, [])
+    models = [entry["detail"]["model"] for entry in Cheat(folder / "bundle").entries[-5:]]
+    weight = slice(0, 12)
+    for round in range(2, 6):
+        before, after = (
+            open_model(Cheat(folder / "bundle").path(models[n])).vector for n in (round - 2, round - 1)
+        )
+        moved = before != after
+        assert (bool(moved[weight].any()), bool(moved[12:].any())) == (round % 2 == 1, round % 2 == 0)
+
+    def refuted(change: Change) -> str:
+        shutil.copytree(folder / "bundle", folder / "cheat")
+        cheat = Cheat(folder / "cheat")
+        change(cheat)
+        cheat.write()
+        code, said = verify(folder, capsys, "--round=5", bundle="cheat")
+        shutil.rmtree(folder / "cheat")
+        assert code == 1
+        return str(said["rounds"][0]["refuted"])
+
+    def move_what_is_not_due(cheat: Cheat) -> None:
+        cheat.model(lambda model: model.vector + 1e-3 * torch.eye(15)[14])
+
+    def take_the_update_for_another_fragment(cheat: Cheat) -> None:
+        """Round 4's update, of the other fragment, under round 5's name."""
+        older = dict(cheat.rounds[-2]["updates"][0])
+        cheat.updates[0] = {**cheat.updates[0], "digest": older["digest"], "statement": None}
+        cheat.last["updates"][older["client"]] = older["digest"]
+
+    assert "makes another model of these 3 updates" in refuted(move_what_is_not_due)
+    assert "is of fragment 1, and in round 5 fragment 0 is due" in refuted(
+        take_the_update_for_another_fragment
+    )
 
 
 def test_code_of_others_decodes_for_an_auditor_only_once_its_hash_is_approved(
@@ -160,7 +221,9 @@ class Cheat:
         self.folder = folder
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         self.entries = [line["entry"] for line in lines if "entry" in line]
-        self.rounds = [json.loads((folder / "rounds" / f"{n}.json").read_text()) for n in (1, 2, 3)]
+        made = [each["detail"] for each in self.entries if each["action"] == "round_committed"]
+        self._numbers = [detail["round"] for detail in made]
+        self.rounds = [json.loads((folder / "rounds" / f"{n}.json").read_text()) for n in self._numbers]
         self.job = json.loads((folder / "job.json").read_text())
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from federation import NAMES, agents, federation_of, run_job, silo
 from torch import Tensor, nn
 
+from roundtable.cli.main import run as cli
 from roundtable.core import JobConfig, Layout, load_task, parse_job
 from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.encodings.composed.fragments import Fragmented
@@ -46,6 +48,21 @@ class Toy(Task):
         return (torch.randn(8, 27, generator=generator), torch.randn(8, generator=generator)), None
     def loss(self, model, batch):
         return (model(batch[0]) - batch[1]).square().mean() / 2
+"""
+FORGETFUL = f"""{TASK}
+from pathlib import Path
+
+class Toy(Toy):
+    # The first silo's disk loses what round 4 left, while the model of round 4 is evaluated.
+    def data(self, site):
+        self.first = site.options["seed"] == 0
+        rows, _ = super().data(site)
+        return rows, rows
+    def metrics(self, model, batch):
+        if self.first:
+            for file in Path("state/alder").glob("**/round-4.*.safetensors"):
+                file.unlink()
+        return {{}}
 """
 STRIDED = [[0, 2, 4], [1, 3]]
 SEQUENTIAL = [[0, 1, 2], [3, 4]]
@@ -94,8 +111,10 @@ def by_hand(
     mixing: float = 0.0,
     coded: Callable[[Tensor], Tensor] = lambda values: values,
     feedback: bool = False,
+    lost: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """R [27] as silos hold it after these rounds, in float64: algorithm 2 of the paper with τ = 0."""
+    """R [27] as silos hold it after these rounds, in float64: algorithm 2 of the paper with τ = 0. `lost` is
+    (site, round) before which a site's state is lost."""
     places = [places_of(layers) for layers in fragments]
     data = []
     for seed in seeds:
@@ -103,11 +122,14 @@ def by_hand(
         rows, wanted = torch.randn(8, 27, generator=generator), torch.randn(8, generator=generator)
         data.append((rows.double(), wanted.double()))
     exact, held, velocity = start.double(), start.double(), torch.zeros(27, dtype=torch.float64)
-    own, inner, lost = ([torch.zeros(27).double() for _ in seeds] for _ in range(3))
+    own, inner, gone = ([torch.zeros(27).double() for _ in seeds] for _ in range(3))
     last: dict[int, int] = {}
     for round, cohort in enumerate(cohorts, start=1):
         due, updates = places[(round - 1) % len(places)], []
         for site in cohort:
+            if (site, round) == lost:
+                del last[site]
+                inner[site], gone[site] = torch.zeros(27).double(), torch.zeros(27).double()
             if site not in last:
                 own[site] = held.clone()
             for before in range(last.get(site, round), round):
@@ -121,9 +143,9 @@ def by_hand(
                 own[site] = own[site] - RATE * inner[site]
             change = own[site][due] - held[due]
             if feedback:
-                change = change + lost[site][due]
+                change = change + gone[site][due]
             sent = coded(change)
-            lost[site][due] = change - sent
+            gone[site][due] = change - sent
             updates.append(sent)
             last[site] = round
         mean = torch.stack(updates).mean(0)
@@ -223,15 +245,34 @@ def test_a_resumed_run_ends_with_the_same_bits(folder: Path) -> None:
     assert torch.equal(found.model.vector, wanted.model.vector)
 
 
-async def test_silos_and_a_coordinator_do_the_same(tmp_path: Path) -> None:
+async def test_silos_and_a_coordinator_do_the_same_and_a_silo_says_what_it_has_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Alder loses its state before round 5: it begins with the global model, and no other bit changes."""
     transfer = {"up": "int4(block=64)", "down": "int4(block=64)", "feedback": "on"}
-    job = job_of(transfer=transfer)
-    async with federation_of(tmp_path, TASK) as federation:
+    job = job_of(transfer=transfer, evaluation={"every": 1})
+    async with federation_of(tmp_path, FORGETFUL) as federation:
         model = initial_model(job, load_task("toy.py", tmp_path))
         async with agents(*(silo(federation, name) for name in NAMES)):
             status, history, found = await asyncio.to_thread(run_job, federation, job, model)
+        address, folder = federation
+        here = ["--coordinator", address, "--credentials", str(folder / "operator"), "--json"]
+        capsys.readouterr()
+        assert await asyncio.to_thread(cli, ["job", "show", "toy", *here]) == 0
+        (event,) = json.loads(capsys.readouterr().out)["incidents"]
     assert status == "finished"
-    wanted = by_hand(model.vector, [0, 1, 2], [[0, 1, 2]] * ROUNDS, STRIDED, 0.0, int4, True)
+    said = (
+        "what round 4 left at this silo is lost: its own weights of the model, its optimizer's state, what "
+    )
+    assert said in caplog.text
+    assert (event["kind"], event["client"], event["round"]) == ("client_troubled", "alder", 5)
+    assert said in event["message"]
+    incident = json.loads(event["detail"])["incident"]
+    assert (incident["kind"], incident["severity"]) == ("state_lost", "warning")
+    assert incident["action"] == "begins with the global model"
+    wanted = by_hand(model.vector, [0, 1, 2], [[0, 1, 2]] * ROUNDS, STRIDED, 0.0, int4, True, lost=(0, 5))
+    whole = by_hand(model.vector, [0, 1, 2], [[0, 1, 2]] * ROUNDS, STRIDED, 0.0, int4, True)
+    assert not torch.allclose(wanted, whole, atol=1e-4)
     torch.testing.assert_close(found.vector.double(), wanted, rtol=1e-5, atol=1e-5)
     ways = [record["transfers"]["alder"] for record in history]  # type: ignore[index]
     size = {n: 4 + len(b"".join(get_encoding("int4(block=64)").encode(torch.ones(n)))) for n in (14, 13)}

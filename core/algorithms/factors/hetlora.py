@@ -38,6 +38,7 @@ class HetLora(RankedAlgorithm):
     smaller after training than before, it sends zeros there and goes on with rank ⌊γ r_k⌋ (section 3.2)."""
 
     Table = HetLoraTable
+    keeps = "the rank that it was pruned to"
 
     @override
     def server(self) -> ServerAlgorithm:

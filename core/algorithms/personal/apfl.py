@@ -37,6 +37,7 @@ class Apfl(ClientAlgorithm):
     """
 
     Table = ApflTable
+    keeps = "its own model and its share"
     composition = Composition(
         levels=WHOLE_UPDATE_LEVELS,
         momentum=False,

@@ -42,6 +42,7 @@ class Ditto(ClientAlgorithm):
     """
 
     Table = DittoTable
+    keeps = "its own model"
     composition = Composition(levels=WHOLE_UPDATE_LEVELS)
 
     @override

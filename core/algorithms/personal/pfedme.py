@@ -39,6 +39,7 @@ class PFedMe(ClientAlgorithm):
     client."""
 
     Table = PFedMeTable
+    keeps = "its own model"
     composition = Composition(
         levels=WHOLE_UPDATE_LEVELS,
         momentum=False,
