@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ signal.signal(signal.SIGUSR1, misbehave)
 
 
 def start(federation: Federation, name: str, *arguments: str) -> Any:
-    return federation._start(name, [sys.executable, "-m", "roundtable", *arguments], "")
+    return federation.start(name, ["-m", "roundtable", *arguments], "")
 
 
 def lines(federation: Federation, name: str) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from nursery import Nursery
 from postgresql import PostgreSQL
 from processes import Federation, free_port
 from s3 import s3_bucket
@@ -93,9 +92,6 @@ class World:
             self.federation = Federation(
                 folder, self.silos, settings, program="chaos_silo", hub_program="chaos_hub", task=TASK
             )
-            # Made after the environment: what it starts finds the bucket by it.
-            self.federation.nursery = nursery = Nursery()
-            stack.callback(nursery.close)
             stack.callback(self._end_processes)
             self.ports = {name: free_port() for name in HUBS}
             self.base = {name: self.wires.lay(self.postgresql.port) for name in HUBS}

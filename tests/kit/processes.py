@@ -6,15 +6,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nursery import Nursery
+from nursery import Nursery, Nursling, shared
 
 from roundtable.core import JobConfig, load_task
 from roundtable.core.errors import UnavailableError
@@ -86,8 +84,8 @@ class Federation:
     program: str = "agent_process"
     hub_program: str = ""
     task: str = TASK
-    nursery: Nursery | None = None
-    processes: dict[str, Any] = field(default_factory=dict)
+    nursery: Nursery = field(default_factory=shared)
+    processes: dict[str, Nursling] = field(default_factory=dict)
     relay_ports: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +97,7 @@ class Federation:
             issue(self.folder / "ca", name, "agent", self.folder / name)
         (self.folder / "toy.py").write_text(self.task)
 
-    def coordinator(self, fault: str = "", name: str = "hub", **changes: Any) -> subprocess.Popen[bytes]:
+    def coordinator(self, fault: str = "", name: str = "hub", **changes: Any) -> Nursling:
         """Starts a coordinator; returns once it says that it listens."""
         values = {
             "listen": f"127.0.0.1:{self.port}",
@@ -112,14 +110,14 @@ class Federation:
         file = self.folder / f"{name}.toml"
         file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
         own = [str(Path(__file__).with_name(f"{self.hub_program}.py"))] if self.hub_program else []
-        command = [sys.executable, *(own or ["-c", _COORDINATOR]), str(file)]
+        command = [*(own or ["-c", _COORDINATOR]), str(file)]
         starts = self.said(name).count("coordinator is")
-        process = self._start(name, command, fault)
+        process = self.start(name, command, fault)
         self.until(lambda: process.poll() is not None or self.said(name).count("coordinator is") > starts)
         assert process.poll() is None, self.log(name)[-3000:]
         return process
 
-    def agent(self, name: str, fault: str = "", **changes: Any) -> subprocess.Popen[bytes]:
+    def agent(self, name: str, fault: str = "", **changes: Any) -> Nursling:
         """Starts an agent that trains in its own process."""
         values = {
             "name": name,
@@ -130,9 +128,9 @@ class Federation:
             **changes,
         }
         program = Path(__file__).with_name(f"{self.program}.py")
-        return self._start(name, [sys.executable, str(program), json.dumps(values)], fault)
+        return self.start(name, [str(program), json.dumps(values)], fault)
 
-    def installed_agent(self, name: str, fault: str = "") -> subprocess.Popen[bytes]:
+    def installed_agent(self, name: str, fault: str = "") -> Nursling:
         """Starts an agent as it is installed, with a training process of its own."""
         file = self.folder / f"{name}.toml"
         values = {
@@ -144,12 +142,10 @@ class Federation:
         file.write_text(
             "".join((*lines, '[tasks]\ntoy = "toy.py:Toy"\n[limits]\ndevice = "cpu"\nthreads = 1\n'))
         )
-        command = [sys.executable, "-m", "roundtable", "client", "--config", str(file)]
-        return self._start(name, command, fault)
+        command = ["-m", "roundtable", "client", "--config", str(file)]
+        return self.start(name, command, fault)
 
-    def relay(
-        self, name: str = "east", fault: str = "", parent: int = 0, **changes: Any
-    ) -> subprocess.Popen[bytes]:
+    def relay(self, name: str = "east", fault: str = "", parent: int = 0, **changes: Any) -> Nursling:
         """Starts a relay as it is installed, at `relay_ports[name]`; returns once it says that it listens."""
         if not (self.folder / name).exists():
             hosts = ("127.0.0.1", "localhost")
@@ -166,16 +162,25 @@ class Federation:
         file = self.folder / f"{name}.toml"
         file.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
         starts = self.said(name).count("relay is")
-        command = [sys.executable, "-m", "roundtable", "relay", "--config", str(file)]
-        process = self._start(name, command, fault)
+        command = ["-m", "roundtable", "relay", "--config", str(file)]
+        process = self.start(name, command, fault)
         self.until(lambda: process.poll() is not None or self.said(name).count("relay is") > starts)
         assert process.poll() is None, self.log(name)[-3000:]
         return process
 
-    def silo_of(self, relay: str, name: str, fault: str = "", **changes: Any) -> subprocess.Popen[bytes]:
+    def silo_of(self, relay: str, name: str, fault: str = "", **changes: Any) -> Nursling:
         """Starts an agent that a relay serves, or several behind each other: "west/east"."""
         port = self.relay_ports[relay.partition("/")[0]]
         return self.agent(name, fault, coordinator=f"127.0.0.1:{port}", relay=relay, **changes)
+
+    def start(self, name: str, command: list[str], fault: str) -> Nursling:
+        """Runs a program as `Nursery.start` does; what it says and logs is kept under its name."""
+        out, log = self.folder / f"{name}.out", self.folder / f"{name}.log"
+        process = self.nursery.start(command, environment(fault), out, log)
+        older = self.processes.get(name)
+        assert older is None or older.poll() is not None, f"{name} runs already"
+        self.processes[name] = process
+        return process
 
     def kill(self, name: str) -> None:
         """SIGKILL, at once."""
@@ -246,18 +251,3 @@ class Federation:
     def _read(self, name: str) -> str:
         path = self.folder / name
         return path.read_text(errors="replace") if path.exists() else ""
-
-    def _start(self, name: str, command: list[str], fault: str) -> subprocess.Popen[bytes]:
-        out, log = self.folder / f"{name}.out", self.folder / f"{name}.log"
-        process: Any
-        if self.nursery is not None:
-            process = self.nursery.start(command[1:], environment(fault), out, log)
-        else:
-            with out.open("ab") as stdout, log.open("ab") as stderr:
-                process = subprocess.Popen(
-                    command, env=environment(fault), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
-                )
-        older = self.processes.get(name)
-        assert older is None or older.poll() is not None, f"{name} runs already"
-        self.processes[name] = process
-        return process
