@@ -146,7 +146,8 @@ def predicted_and_measured(
                 seconds[name] += [end - begin for begin, end in pairwise(ends[1:])]
     found = {}
     for name in trainers:
-        guess = sorted(guesses[name], key=lambda guess: guess.seconds)[turns // 2]
+        terms = [asdict(guess) for guess in guesses[name]]
+        guess = StepTime(**{term: statistics.median(each[term] for each in terms) for term in terms[0]})
         measured = statistics.median(seconds[name])
         # A rank that waits for other stages takes no CPU time.
         waits = guess.bubble if clock is time.process_time else 0.0

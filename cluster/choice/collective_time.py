@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from roundtable.cluster.choice.machine_rates import MachineRates, bandwidth
 from roundtable.cluster.parallel.strategy import Mesh
@@ -36,48 +37,63 @@ class Wires:
         size, stride = self._group(name)
         return size * stride > self.resources.devices and size > 1
 
-    def rate(self, name: str, payload: float) -> float:
+    def rate(self, name: str, payload: float, kind: str = "all_reduce") -> float:
         """Bytes a second through each rank of the group, while all groups of the dimension are busy.
 
         A group over several nodes uses the links between them of all its ranks on a node: a ring for each.
         """
         _, stride = self._group(name)
-        near = bandwidth(self.rates.within, payload)
+        near = bandwidth(self.rates.table("within", kind), payload)
         if not self.spans(name):
             return near
         members = max(1, self.resources.devices // stride)
-        far = bandwidth(self.rates.between, payload / members) * members
+        far = bandwidth(self.rates.table("between", kind), payload / members) * members
         return min(near, far) if members > 1 else far
 
     def all_reduce(self, name: str, payload: float, pieces: float = 1.0) -> float:
         """Seconds; `payload` bytes are summed in so many pieces."""
-        return 2.0 * self._ring(name, payload, pieces)
+        return 2.0 * self._ring(name, payload, pieces, "all_reduce")
 
     def all_gather(self, name: str, payload: float, pieces: float = 1.0) -> float:
         """Seconds; `payload` is what every rank has in the end."""
-        return self._ring(name, payload, pieces)
+        return self._ring(name, payload, pieces, "all_gather")
 
     def reduce_scatter(self, name: str, payload: float, pieces: float = 1.0) -> float:
-        """Seconds; `payload` is what every rank gives. gloo sums all of it on every rank."""
-        return self._ring(name, payload, pieces) * (2.0 if self.gloo else 1.0)
+        """Seconds; `payload` is what every rank gives. gloo sums all of it on every rank: where this kind was
+        measured, that is in it.
+        """
+        seconds = self._ring(name, payload, pieces, "reduce_scatter")
+        return seconds * (2.0 if self.gloo and not self._measured(name, "reduce_scatter") else 1.0)
+
+    def broadcast(self, name: str, payload: float, pieces: float) -> float:
+        """Seconds in which ranks tell all others their shares of `payload`, many pieces at once."""
+        if self._measured(name, "broadcast") and payload:
+            return payload / self.rate(name, payload / max(pieces, 1.0), "broadcast")
+        return self._ring(name, payload, pieces, "broadcast")
 
     def all_to_all(self, name: str, payload: float) -> float:
         """Seconds; each rank keeps its own share of `payload` and sends the rest."""
-        return self._ring(name, payload, 1.0)
+        return self._ring(name, payload, 1.0, "all_to_all")
 
     def send(self, name: str, payload: float) -> float:
         """Seconds until a neighbour along the dimension has `payload`."""
         size, _ = self._group(name)
         if size == 1 or not payload:
             return 0.0
-        table = self.rates.between if self.spans(name) else self.rates.within
-        return payload / bandwidth(table, payload)
+        return payload / bandwidth(self.rates.table(self._where(name), "send"), payload)
 
-    def _ring(self, name: str, payload: float, pieces: float) -> float:
+    def _where(self, name: str) -> Literal["within", "between"]:
+        return "between" if self.spans(name) else "within"
+
+    def _measured(self, name: str, kind: str) -> bool:
+        """Whether the collective itself was, and not an all-reduce in its place."""
+        return self._group(name)[0] > 1 and kind in self.rates.kinds.get(self._where(name), {})
+
+    def _ring(self, name: str, payload: float, pieces: float, kind: str) -> float:
         size, _ = self._group(name)
         if size == 1 or not payload:
             return 0.0
-        return payload * (size - 1) / size / self.rate(name, payload / max(pieces, 1.0))
+        return payload * (size - 1) / size / self.rate(name, payload / max(pieces, 1.0), kind)
 
 
 @lru_cache(maxsize=4096)

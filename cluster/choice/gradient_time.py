@@ -88,8 +88,8 @@ class GradientTraffic:
         # A gradient is copied into its bucket and divided there.
         waited = min(waited, seconds) + 4.0 * trained / wires.rates.memory
         if self.strategy.data_parallel == "zero1":
-            # Each rank tells the others the weights of its share of the optimizer, one by one.
-            waited += wires.all_gather("dp", trained, self.weights.count)
+            # Each rank tells the others the weights of its share of the optimizer, each by itself.
+            waited += wires.broadcast("dp", trained, self.weights.count)
         return waited
 
     @property
@@ -113,8 +113,9 @@ class GradientTraffic:
         if not strategy.local_steps:
             reduce += wires.all_reduce("dp", travel.share * weights.trained / strategy.mesh.fsdp, groups)
         reduce += coding
-        # Gathered weights are copied out of what arrives, gradients into what is reduced; gloo copies both.
-        copies = 4.0 if wires.gloo else 2.0
+        # Shards are copied into what is sent, gathered weights out of what arrives, gradients into what is
+        # reduced. gloo copies both once more, where that is not in what was measured.
+        copies = 4.0 if wires.gloo and not wires.rates.kinds else 2.0
         copied = self.gathers * half * weights.bytes + self.reductions * weights.trained
         copying = copies * copied / wires.rates.memory
         if not wires.rates.overlaps:
@@ -126,6 +127,16 @@ class GradientTraffic:
             # The schedule reduces when its last backward pass is done.
             return waited + reduce + copying
         return waited + self.reductions * self._beside(back + reduce, backward) + copying
+
+    def accumulated(self) -> float:
+        """Seconds in which gradients of later micro-batches are added to those that are there.
+
+        Not on GPUs: Megatron-LM, by whose published steps their rates were set, adds within the product.
+        """
+        if self.wires.rates.overlaps:
+            return 0.0
+        shards = self.strategy.mesh.fsdp if self.reductions > 1 and shards_weights(self.strategy) else 1
+        return 3.0 * (self.count - 1) * self.weights.trained / shards / self.wires.rates.memory
 
     def _beside(self, traffic: float, window: float) -> float:
         """Seconds of `traffic` that do not fit beside a pass of `window` seconds."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Literal
 
 from roundtable.cluster.parallel.strategy import Precision
 from roundtable.cluster.plan.device_peaks import Published, published, usual_device
@@ -28,10 +28,13 @@ _CPU_PRODUCTS, _CPU_MEMORY, _CPU_CALL, _LOOPBACK, _ETHERNET = 5e10, 1e10, 1e-5, 
 
 @dataclass(frozen=True)
 class MachineRates:
-    """Of one device: operations a second of products, bytes a second of its memory, of what operators between
-    products move and of its link to the host's, seconds that a call of an operator takes. `within` and
+    """Of one device: operations a second of products, bytes a second of its memory, of what norms and
+    functions between products move (`operators`), of additions and copies of activations (`copies`) and of
+    its link to the host's, seconds that a call of an operator takes. `within` and
     `between` are the bus bandwidth of an all-reduce by payload, in a node and between nodes, for each device
-    while all are busy.
+    while all are busy; `kinds` has the same tables of other collectives, {where: {name: table}}, where they
+    were measured. A CPU's fused attention has `attention` operations a second in its products and takes
+    `score` seconds for each exponential beside; 0: it goes at the rate of products.
 
     `overlaps`: collectives run beside computation, and so do calls; over gloo both take the same cores.
     `near` is the share by which predictions must differ to tell plans apart.
@@ -41,6 +44,7 @@ class MachineRates:
     products: float
     memory: float
     operators: float
+    copies: float
     host: float
     call: float
     within: Mapping[int, float]
@@ -49,6 +53,14 @@ class MachineRates:
     peak: float
     near: float
     source: str
+    attention: float = 0.0
+    score: float = 0.0
+    kinds: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
+
+    def table(self, where: Literal["within", "between"], kind: str) -> Mapping[int, float]:
+        """Bus bandwidth by payload of a collective, or of an all-reduce where it was not measured itself."""
+        found = self.kinds.get(where, {}).get(kind)
+        return found or (self.within if where == "within" else self.between)
 
 
 def rates_of(
@@ -70,6 +82,10 @@ def rates_of(
         products=_measured(links.products, precision),
         memory=links.memory or base.memory,
         operators=links.operators or base.operators,
+        copies=links.copies or base.copies,
+        attention=links.attention,
+        score=links.score,
+        kinds=links.kinds,
         call=links.call or base.call,
         near=_NEAR_MEASURED,
         within=links.within or base.within,
@@ -85,7 +101,7 @@ def _measured(products: Mapping[str, float], precision: Precision) -> float:
 
 
 def bandwidth(table: Mapping[int, float], payload: float) -> float:
-    """Bus bandwidth at a payload: between measured payloads on a line over their logarithms.
+    """Bus bandwidth at a payload: between measured payloads the time is on a line over bytes.
 
     A smaller payload takes as long as the smallest, a larger one goes at the rate of the largest.
     """
@@ -94,8 +110,8 @@ def bandwidth(table: Mapping[int, float], payload: float) -> float:
         return table[sizes[0]] * max(payload, 1.0) / sizes[0]
     for low, high in pairwise(sizes):
         if payload <= high:
-            part = math.log(payload / low) / math.log(high / low)
-            return table[low] * (1 - part) + table[high] * part
+            part = (payload - low) / (high - low)
+            return payload / (low / table[low] * (1 - part) + high / table[high] * part)
     return table[sizes[-1]]
 
 
@@ -105,6 +121,7 @@ def _published(device: Published, precision: Precision) -> MachineRates:
         products=peak * device.reached,
         memory=device.memory * _MEMORY,
         operators=device.memory * _MEMORY,
+        copies=device.memory * _MEMORY,
         host=device.host * _WITHIN,
         call=_CALL,
         within=_curve(device.within * _WITHIN, _NEAR),
@@ -125,6 +142,7 @@ def _nominal() -> MachineRates:
         products=_CPU_PRODUCTS,
         memory=_CPU_MEMORY,
         operators=_CPU_MEMORY / 2,
+        copies=_CPU_MEMORY / 2,
         host=_CPU_MEMORY,
         call=_CPU_CALL,
         within=_curve(_LOOPBACK, 1e-4),
@@ -145,13 +163,22 @@ def in_words(rates: MachineRates, resources: Resources) -> list[str]:
     lines = [
         f"rates {rates.source}",
         f"products {rates.products / 1e12:.3g} Tflop/s, memory {rates.memory / 1e9:.3g} GB/s, "
-        f"operators between products {rates.operators / 1e9:.3g} GB/s, "
+        f"norms and functions {rates.operators / 1e9:.3g} GB/s, additions {rates.copies / 1e9:.3g} GB/s, "
         f"{rates.call * 1e6:.2g} µs a call",
     ]
+    if rates.attention:
+        lines.append(
+            f"attention {rates.attention / 1e12:.3g} Tflop/s and {rates.score * 1e9:.3g} ns for each score"
+        )
     tables = [("within a node", rates.within, resources.devices > 1)]
     tables += [("between nodes", rates.between, resources.nodes > 1)]
     for name, table, there in tables:
         if there:
-            ends = ", ".join(f"{rate / 1e9:.3g} GB/s at {format_bytes(size)}" for size, rate in table.items())
-            lines.append(f"{name}: {ends}")
+            lines.append(f"{name}: {_ends(table)}")
+    for where, named in rates.kinds.items():
+        lines += [f"{kind} {where}: {_ends(table)}" for kind, table in named.items()]
     return lines
+
+
+def _ends(table: Mapping[int, float]) -> str:
+    return ", ".join(f"{rate / 1e9:.3g} GB/s at {format_bytes(size)}" for size, rate in table.items())

@@ -1,7 +1,8 @@
 """Predicts the seconds of a step, by term, from counted work and the rates of devices and links.
 
-A pass takes, for each stage, the longer of its products at the rate of products and of reading the weights,
-and the bytes of its other operators at the rate of memory; a model's backward pass is counted as a whole and
+A pass takes, for each stage, its products at the rate of products and reading the weights (on a GPU the
+longer of both), a CPU's attention at its own rate, and the bytes of its other operators at the rates of those
+that compute and those that add or copy; a model's backward pass is counted as a whole and
 shared out as its forward pass. Collectives of tensor and expert parallelism and sends between stages stand
 between operators, and wait for them. Gathered weights and reduced gradients travel while blocks compute where
 the backend can (NCCL): what is longer than the pass it hides behind is waited for, and so is the first
@@ -180,7 +181,7 @@ class _Stage:
             # The host goes ahead of the device, and is waited for where it takes longer.
             host = max(0.0, host + count * self._calls * self._rates.call - count * self.micro())
         return StepTime(
-            computing=count * self.computing,
+            computing=count * self.computing + traffic.accumulated(),
             recomputing=count * self.recomputing,
             tensor=count * self.tensor,
             experts=count * self.experts,
@@ -214,9 +215,15 @@ class _Stage:
 
     def _seconds(self, work: PassWork) -> float:
         """Of a pass of one micro-batch."""
-        rates, half = self._rates, self._half()
-        products = max(work.flops * self._examples / rates.products, half * work.weights / rates.memory)
-        moving = half * work.moved * self._examples / rates.operators
+        rates, half, examples = self._rates, self._half(), self._examples
+        attends = work.attention if rates.attention else 0.0
+        multiplied = (work.flops - attends) * examples / rates.products
+        reading = half * work.weights / rates.memory
+        # A CPU brings weights into the order of its products first, a GPU reads them meanwhile.
+        products = max(multiplied, reading) if rates.overlaps else multiplied + reading
+        if attends:
+            products += examples * (work.visited / rates.attention + work.scores * rates.score)
+        moving = half * examples * (work.moved / rates.operators + work.carried / rates.copies)
         calls = work.calls * rates.call
         # A GPU starts the next kernels while one runs; a CPU does one after the other.
         return max(products + moving, calls) if rates.overlaps else products + moving + calls
@@ -236,7 +243,7 @@ class _Stage:
         every = len(chosen) == len(here)
         work = self._sums.work(strategy, here if every else chosen, rest=False, lasting=every)
         if strategy.checkpointing == "selective":
-            work = PassWork(0.0, work.moved, 0.0, work.calls)
+            work = PassWork(moved=work.moved, calls=work.calls, carried=work.carried)
         return self._seconds(work)
 
     def _tensor(self, last: bool) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -51,13 +51,8 @@ class UnitSums:
         self._known: dict[tuple[Any, ...], Any] = {}
         self._weights: dict[tuple[int, int, int], dict[str | None, Weights]] = {}
         whole = sum(probe.work.forward.values(), PassWork())
-        back = probe.work.backward
-        self._ratio = (
-            back.flops / whole.flops if whole.flops else 2.0,
-            back.moved / whole.moved if whole.moved else 2.0,
-            back.weights / whole.weights if whole.weights else 2.0,
-            back.calls / whole.calls if whole.calls else 2.0,
-        )
+        pairs = zip(probe.work.backward.values, whole.values, strict=True)
+        self._ratio = tuple(behind / ahead if ahead else 2.0 for behind, ahead in pairs)
 
     def work(self, strategy: Strategy, units: Sequence[str], *, rest: bool, lasting: bool = True) -> PassWork:
         """A rank's part of the units' forward pass, with `rest` what lies in none too.
@@ -96,10 +91,7 @@ class UnitSums:
 
     def backward(self, forward: PassWork) -> PassWork:
         """The backward pass of what has this forward pass: in the proportion of the whole model's."""
-        flops, moved, weights, calls = self._ratio
-        return PassWork(
-            forward.flops * flops, forward.moved * moved, forward.weights * weights, forward.calls * calls
-        )
+        return PassWork(*(value * ratio for value, ratio in zip(forward.values, self._ratio, strict=True)))
 
     def _divided(self, strategy: Strategy) -> dict[str | None, PassWork]:
         probe, tp = self._probe, strategy.mesh.tp
@@ -116,7 +108,11 @@ class UnitSums:
             if strategy.mesh.ep > 1:
                 # The step waits for the rank whose experts have most tokens.
                 share /= probe.crowding.get(name, 1.0)
-            mine = PassWork(work.flops / share, work.moved / share, work.weights / weights, work.calls)
+            mine = replace(
+                PassWork(*(value / share for value in work.values)),
+                weights=work.weights / weights,
+                calls=work.calls,
+            )
             table[unit] = table.get(unit, PassWork()) + mine
         return table
 

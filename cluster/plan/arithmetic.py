@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any, Literal
 
 import torch
@@ -24,29 +25,55 @@ from roundtable.core.task import Task
 _ATEN = torch.ops.aten
 # They move nothing.
 _FREE = {_ATEN._unsafe_view, _ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.new_empty_strided}
+# Keys that a CPU's fused attention takes at once.
+_KEYS = 512
+# They compute next to nothing for each byte.
+_CARRIERS = {
+    *(_ATEN.add, _ATEN.add_, _ATEN.sub, _ATEN.sub_, _ATEN.mul, _ATEN.mul_, _ATEN.neg, _ATEN.where),
+    *(_ATEN.copy_, _ATEN.clone, _ATEN._to_copy, _ATEN.cat, _ATEN.stack, _ATEN.sum, _ATEN.mean),
+    *(_ATEN.fill_, _ATEN.zero_, _ATEN.zeros, _ATEN.zeros_like, _ATEN.new_zeros, _ATEN.ones_like),
+    *(
+        _ATEN.full,
+        _ATEN.full_like,
+        _ATEN.masked_fill,
+        _ATEN.masked_fill_,
+        _ATEN.relu,
+        _ATEN.threshold_backward,
+    ),
+    *(_ATEN.embedding, _ATEN.embedding_dense_backward, _ATEN.index, _ATEN.index_select, _ATEN.gather),
+    *(_ATEN.slice_backward, _ATEN.select_backward, _ATEN.nll_loss_forward, _ATEN.nll_loss_backward),
+}
 # They read as much of their first argument as they give back.
 _LOOKUPS = {_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather}
 
 
 @dataclass(frozen=True)
 class PassWork:
-    """Operations of matrix products, attention and convolutions; bytes that the other operators read and
-    write, both of one example; bytes of weights read and of their gradients written, and calls of operators,
-    both of a pass, whatever its examples.
+    """Of one example: operations of matrix products, attention and convolutions (`flops`); bytes that the
+    other operators read and write, `carried` by those that add or copy, `moved` by those that compute. Of a
+    pass, whatever its examples: bytes of weights read and of their gradients written, and calls of operators.
+
+    `attention` is the part of `flops` that a CPU's fused kernel has; for it that kernel does `visited`
+    operations of products and, with so many exponentials, `scores`.
     """
 
     flops: float = 0.0
     moved: float = 0.0
     weights: float = 0.0
     calls: float = 0.0
+    carried: float = 0.0
+    attention: float = 0.0
+    visited: float = 0.0
+    scores: float = 0.0
 
     def __add__(self, other: PassWork) -> PassWork:
-        return PassWork(
-            self.flops + other.flops,
-            self.moved + other.moved,
-            self.weights + other.weights,
-            self.calls + other.calls,
-        )
+        return PassWork(*map(add, self.values, other.values))
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The figures in the order of the fields."""
+        own = self.flops, self.moved, self.weights, self.calls
+        return *own, self.carried, self.attention, self.visited, self.scores
 
 
 @dataclass(frozen=True)
@@ -126,7 +153,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
 
         def of_one(work: PassWork) -> PassWork:
-            return PassWork(work.flops / examples, work.moved / examples, work.weights, work.calls)
+            one = PassWork(*(value / examples for value in work.values))
+            return replace(one, weights=work.weights, calls=work.calls)
 
         return {name: of_one(work) for name, work in self._forward.items()}, of_one(self._back)
 
@@ -152,8 +180,16 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             read = written
         weights = sum(leaf.nbytes for leaf in (*read, *written) if tuple(leaf.shape) in self._weights)
         if count is not None:
-            return PassWork(float(count(*args, **kwargs, out_val=output)), 0.0, weights, 1.0)
-        return PassWork(0.0, sum(leaf.nbytes for leaf in (*read, *written)) - weights, weights, 1.0)
+            flops = float(count(*args, **kwargs, out_val=output))
+            if (kernel := _KERNELS.get(func.overloadpacket)) is not None:
+                scores, share = kernel(*args, **kwargs)
+                attention = {"attention": flops, "visited": share * flops, "scores": scores}
+                return PassWork(flops, 0.0, weights, 1.0, **attention)
+            return PassWork(flops, 0.0, weights, 1.0)
+        rest = sum(leaf.nbytes for leaf in (*read, *written)) - weights
+        if func.overloadpacket in _CARRIERS:
+            return PassWork(0.0, 0.0, weights, 1.0, carried=rest)
+        return PassWork(0.0, rest, weights, 1.0)
 
 
 class _Shapes:
@@ -186,6 +222,41 @@ def _attention_backward(out: Any, query: Any, key: Any, value: Any, *args: Any, 
     return 2 * _attention(query, key, value)
 
 
+def _visited(query: Any, key: Any, causal: bool) -> float:
+    """Pairs of a query and a key that a CPU's fused attention visits, where `causal` leaves out blocks.
+
+    Keys come in blocks of 512; queries, by how many there are, in blocks of 32, 64 or 256 (FlashAttention's
+    loops in torch's FlashAttentionKernel.cpp). A block is left out where all its keys are after its queries.
+    """
+    rows, length, keys = query.shape[0] * query.shape[1], query.shape[2], key.shape[2]
+    if not causal:
+        return float(rows * length * keys)
+    block = 32 if length < 192 else 64 if length < 768 else 256
+    pairs = 0
+    for first in range(0, length, block):
+        last = min(first + block, length)
+        pairs += (last - first) * min(keys, -(-last // _KEYS) * _KEYS)
+    return float(rows * pairs)
+
+
+def _forward_kernel(
+    query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, **kwargs: Any
+) -> tuple[float, float]:
+    """(scores, operations over those of the model) of a fused forward pass."""
+    pairs = _visited(query, key, causal)
+    return pairs, pairs / max(1.0, _visited(query, key, causal=False))
+
+
+def _backward_kernel(
+    out: Any, query: Any, key: Any, value: Any, of: Any, sums: Any, dropout: float, causal: bool, **rest: Any
+) -> tuple[float, float]:
+    """The same of a backward pass: five products where the model has four, and each score twice, once
+    computed again and once for its gradient (Dao et al. 2022, algorithm 4).
+    """
+    pairs, share = _forward_kernel(query, key, value, dropout, causal)
+    return 2.0 * pairs, 1.25 * share
+
+
 def _grouped(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
     """Operations of a product over experts: each row meets the matrix of one of them."""
     return int(2 * rows.numel() * weights.shape[-1])
@@ -196,4 +267,8 @@ _COUNTS: dict[Any, Any] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _ATEN._grouped_mm: _grouped,
+}
+_KERNELS: dict[Any, Any] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _forward_kernel,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _backward_kernel,
 }

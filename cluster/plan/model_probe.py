@@ -285,7 +285,7 @@ def optimizer_cost(task: Task) -> OptimizerCost:
     fused = any(group.get("fused") for group in optimizer.param_groups)
     cost = PassWork(moved=3.0 + 2.0 * factor, calls=1.0)
     if not fused:
-        cost = PassWork(moved=work.moved / size, calls=work.calls)
+        cost = PassWork(moved=(work.moved + work.carried) / size, calls=work.calls)
     return OptimizerCost(factor, cost, own=True, by_entry=by_entry(optimizer))
 
 

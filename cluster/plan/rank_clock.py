@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 Clock = Callable[[], float]
-REPEATS = 7
 
 
-def seconds_of(work: Callable[[], object], device: torch.device, clock: Clock) -> float:
+def seconds_of(work: Callable[[], object], device: torch.device, clock: Clock, repeats: int = 7) -> float:
     """The median of the slowest rank, after one time that does not count. Collective."""
     work()
     found = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         wait(device)
         began = clock()
         work()

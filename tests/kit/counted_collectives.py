@@ -1,0 +1,50 @@
+"""The collectives that a step issues on a rank, by kind, for comparison with those that are predicted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from cluster_cases import Case, bench_of, reference
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.train.round_reports import RoundProgress
+from roundtable.core.task import Site
+
+STEPS = 2
+
+
+class _Collectives(TorchDispatchMode):
+    """Notes the bytes of each call's largest tensor: what all ranks have in the end, or what each gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[int]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            leaves = tree_leaves((args, kwargs or {}))
+            sizes = [leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)]
+            if sizes:
+                self.found[func._schema.name.rpartition("::")[2]].append(max(sizes))
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of(rank: int, cases: Sequence[Case]) -> list[dict[str, list[int]]]:
+    """For each case {name of c10d's operator: bytes of each call} of the STEPS steps of a second round."""
+    found = []
+    for case in cases:
+        _, _, start = reference(case)
+        trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
+        trainer.load(start, {})
+        trainer.sampler._wanted = False
+        data, _ = case.task.data(Site("silo"))
+        trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: None)
+        with _Collectives() as recorder:
+            trainer.fit(trainer.batches(data, 2), 2, RoundProgress(), lambda report: None)
+        found.append(dict(recorder.found))
+    return found
