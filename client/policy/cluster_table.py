@@ -141,7 +141,9 @@ class ClusterTable(Table):
     host_memory: Memory = Field("auto", description="of one node, which offload uses, for example 2TiB")
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, else gloo")
     launch: Literal["torchrun", "external"] = Field(
-        "torchrun", description="external: Slurm or Kubernetes starts the ranks (deploy/cluster)"
+        "torchrun",
+        description="torchrun: the agent starts ranks on its own machine, with torchrun's variables; "
+        "external: Slurm or Kubernetes starts them (deploy/cluster)",
     )
     interface: str | None = Field(None, description="network interface of the ranks, for example eth0")
     precision: Literal["auto", "float32", "tf32", "bfloat16", "float16"] = Field(

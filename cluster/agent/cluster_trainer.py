@@ -31,6 +31,7 @@ from roundtable.cluster.agent.failed_ranks import (
 from roundtable.cluster.agent.launcher import Launcher
 from roundtable.cluster.agent.node_starts import NodeStarts
 from roundtable.cluster.agent.preflight import check_interface
+from roundtable.cluster.agent.rank_group import RankGroup
 from roundtable.cluster.agent.replica_groups import AllLost, ReplicaGroups
 from roundtable.cluster.agent.replica_starts import ReplicaStarts
 from roundtable.cluster.plan.resources import Resources, allowed_resources
@@ -65,7 +66,6 @@ class ClusterTrainer:
         assert config.cluster is not None
         table = config.cluster
         self._find = find or (lambda: allowed_resources(table, config.policy))
-        self._config = config
         self._table = config.cluster
         self._folder = config.state / "cluster"
         self._settings = Settings(
@@ -84,7 +84,8 @@ class ClusterTrainer:
         )
         self._turn = asyncio.Lock()
         self._server: asyncio.Server | None = None
-        self._launcher: Launcher | None = None
+        self.launcher = Launcher(config.folder, self._folder, table)
+        self._group: RankGroup | None = None
         self._callers: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
         self._line: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._number = 0
@@ -98,7 +99,7 @@ class ClusterTrainer:
             self._nodes = NodeStarts(table.pool, table.nodes, lambda: self._called_by_ranks)
         self.groups: ReplicaGroups | None = None
         if table.elastic == "replica":
-            starts = ReplicaStarts(config, self._folder, self._find, self._leave_settings)
+            starts = ReplicaStarts(config, self._folder, self.launcher, self._find, self._leave_settings)
             self.groups = starts.groups
 
     async def start(self) -> None:
@@ -159,6 +160,7 @@ class ClusterTrainer:
         if self._nodes is not None:
             await self._nodes.close()
         await self._end()
+        await self.launcher.close()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -283,31 +285,29 @@ class ClusterTrainer:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._line is not None:
             return self._line
-        if self._launcher is None and self._table.launch == "torchrun":
-            self._launcher = await self._launch()
+        if self._group is None and self._table.launch == "torchrun":
+            self._group = await self._launch()
         self._line = await self._accept(patience)
         return self._line
 
     async def _accept(self, patience: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Waits for rank 0 to connect; raises RanksLost where torchrun gives up first."""
+        """Waits for rank 0 to connect; raises RanksLost where they end first."""
         connecting = asyncio.create_task(self._callers.get())
         waiting = {connecting}
-        if self._launcher is not None:
-            waiting.add(asyncio.create_task(self._launcher.ended()))  # type: ignore[arg-type]
+        if self._group is not None:
+            waiting.add(asyncio.create_task(self._group.ended()))  # type: ignore[arg-type]
         done, pending = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
         if connecting in done:
             return connecting.result()
         if done:
-            raise RanksLost(
-                f"the ranks could not start: {self._launcher.last_failure() if self._launcher else ''}"
-            )
+            raise RanksLost(f"the ranks could not start: {self._group.last_failure() if self._group else ''}")
         raise RanksUnanswered(f"no rank connected within {patience:.0f} s")
 
     async def _follow_devices(self) -> None:
         """Ends the ranks where the usable devices have changed; the next order starts them on the new."""
-        if self._launcher is None and self.groups is None:
+        if self._group is None and self.groups is None:
             return
         resources = await asyncio.to_thread(self._find)
         advice = Advice.read(self._folder)
@@ -320,7 +320,7 @@ class ClusterTrainer:
             _log.info("cluster: %d devices in the place of %d", len(devices), len(self._devices))
             await self._end()
 
-    async def _launch(self) -> Launcher:
+    async def _launch(self) -> RankGroup:
         resources = await asyncio.to_thread(self._find)
         devices = Advice.read(self._folder).usable(resources.devices)
         if not devices:
@@ -329,7 +329,7 @@ class ClusterTrainer:
         self._leave_settings(here)
         self.launches += 1
         self._devices = devices
-        return await Launcher.start(self._config.folder, self._folder, self._table, here, devices)
+        return await self.launcher.start(here, devices)
 
     def _leave_settings(self, resources: Resources) -> None:
         """Writes the settings that every rank reads when it starts."""
@@ -344,12 +344,11 @@ class ClusterTrainer:
     async def _learn(self, lost: RanksLost, attempt: int) -> Report:
         """Reads the reports of a failure and advises the next start; WorkFailed where none would help."""
         await self._hang_up()
-        launcher = self._launcher
-        if self._launcher is not None and (
-            isinstance(lost, RanksUnanswered) or not await self._launcher.restarting()
-        ):
+        if (group := self._group) is not None:
+            if not isinstance(lost, RanksUnanswered):
+                await group.settled()  # The other ranks may be about to say what they know of it.
             await self._end()
-        first = cause_of(take_reports(self._folder), launcher, lost)
+        first = cause_of(take_reports(self._folder), group, lost)
         _log.warning("cluster: attempt %d failed: rank %d: %s", attempt + 1, first.rank, first.detail)
         if first.kind not in AGAIN:
             await self._end()
@@ -383,9 +382,9 @@ class ClusterTrainer:
         await self._hang_up()
         if self.groups is not None:
             await self.groups.end()
-        if self._launcher is not None:
-            await self._launcher.end()
-            self._launcher = None
+        if self._group is not None:
+            await self._group.end()
+            self._group = None
         while not self._callers.empty():
             self._callers.get_nowait()[1].close()
 

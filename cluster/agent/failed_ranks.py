@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from roundtable.client.failures import WorkFailed
-from roundtable.cluster.agent.launcher import Launcher
+from roundtable.cluster.agent.rank_group import RankGroup
 from roundtable.cluster.train.orders import Report
 
 AGAIN = {"node_failure", "gpu_error", "out_of_memory", "network_partition"}
@@ -21,15 +21,15 @@ class RanksUnanswered(RanksLost):
     """No rank answers, though the group may still run: it is ended, as nothing else would end it."""
 
 
-def cause_of(reports: list[Report], launcher: Launcher | None, lost: RanksLost) -> Report:
+def cause_of(reports: list[Report], group: RankGroup | None, lost: RanksLost) -> Report:
     """What broke the group, by the ranks' reports and what a device's library printed as it ended one."""
-    found = launcher.device_fault() if launcher is not None else None
+    found = group.device_fault() if group is not None else None
     if found is not None:
         rank, fault = found
         reports = [*reports, Report(rank, fault.kind, f"{fault.meaning} ({fault.source})", "", at=0.0)]
     if reports:
         return min(reports, key=_tells_least)
-    output = launcher.last_failure() if launcher is not None else ""
+    output = group.last_failure() if group is not None else ""
     return Report(rank=-1, kind="node_failure", detail=f"{lost}; {output}".rstrip("; "), trace="", at=0.0)
 
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from roundtable.client.failures import WorkFailed
-from roundtable.cluster.agent.launcher import Launcher
 from roundtable.cluster.agent.membership import MOST_TRIES, Membership
+from roundtable.cluster.agent.rank_group import RankGroup
 from roundtable.cluster.train.orders import Verdict
 
 _log = logging.getLogger("roundtable.agent")
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 5.0
 _CONNECT_SECONDS = 20.0
 _STOP_SECONDS = 5.0
 Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Start = Callable[[int, list[int]], Awaitable[Launcher]]
+Start = Callable[[int, list[int]], Awaitable[RankGroup]]
 
 
 class AllLost(Exception):
@@ -29,11 +29,11 @@ class AllLost(Exception):
 
 @dataclass
 class _Replica:
-    """One replica's ranks: the devices that they have, their launcher, and rank 0's line once it is there."""
+    """One replica's ranks: their devices, the group that they are, and rank 0's line once it is there."""
 
     index: int
     devices: list[int]
-    launcher: Launcher
+    group: RankGroup
     line: Line | None = None
     heard: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -45,7 +45,7 @@ class _Event:
     index: int
     message: dict[str, Any] | None
     line: Line | None = None
-    launcher: Launcher | None = None
+    group: RankGroup | None = None
 
 
 class ReplicaGroups:
@@ -57,7 +57,7 @@ class ReplicaGroups:
         timeout: float,
         usable: Callable[[], Awaitable[Sequence[int]]],
         start: Start,
-        learn: Callable[[int, list[int], Launcher, str], str],
+        learn: Callable[[int, list[int], RankGroup, str], str],
     ) -> None:
         """`size` devices make a replica; `usable` are those of now; `start` makes a replica's ranks.
 
@@ -214,7 +214,7 @@ class ReplicaGroups:
         index = next((one for one in silent if one in self._replicas), next(iter(self._replicas), None))
         if index is None:
             raise AllLost("no replica is left")
-        return _Event(index, None, launcher=self._replicas[index].launcher)
+        return _Event(index, None, group=self._replicas[index].group)
 
     def _patience(self, current: Membership) -> float:
         if not current.members:
@@ -229,13 +229,13 @@ class ReplicaGroups:
                 event.line[1].close()
             else:
                 one.line = event.line
-                self._listen(one, self._hear(event.index, one.launcher, event.line[0]))
+                self._listen(one, self._hear(event.index, one.group, event.line[0]))
             return None
-        if event.message is not None or one is None or one.launcher is not event.launcher:
+        if event.message is not None or one is None or one.group is not event.group:
             return None
         del self._replicas[event.index]
         await _end(one)
-        why = self._learn(event.index, one.devices, one.launcher, f"replica {event.index} is gone")
+        why = self._learn(event.index, one.devices, one.group, f"replica {event.index} is gone")
         _log.warning("cluster: replica %d is lost: %s", event.index, why)
         return why
 
@@ -249,10 +249,10 @@ class ReplicaGroups:
         while len(free) >= self._size:
             index = next(i for i in range(len(usable) + len(busy) + 1) if i not in self._replicas)
             devices, free = free[: self._size], free[self._size :]
-            launcher = await self._start(index, devices)
+            group = await self._start(index, devices)
             self.launches += 1
-            one = self._replicas[index] = _Replica(index, devices, launcher)
-            self._listen(one, self._mourn(index, launcher))
+            one = self._replicas[index] = _Replica(index, devices, group)
+            self._listen(one, self._mourn(index, group))
         if not self._replicas:
             raise WorkFailed("gpu_error", f"fewer devices are usable than a replica has ({self._size})")
 
@@ -260,17 +260,17 @@ class ReplicaGroups:
         task = asyncio.create_task(work)
         one.heard.add(task)
 
-    async def _mourn(self, index: int, launcher: Launcher) -> None:
-        await launcher.ended()
-        await self._events.put(_Event(index, None, launcher=launcher))
+    async def _mourn(self, index: int, group: RankGroup) -> None:
+        await group.ended()
+        await self._events.put(_Event(index, None, group=group))
 
-    async def _hear(self, index: int, launcher: Launcher, reader: asyncio.StreamReader) -> None:
+    async def _hear(self, index: int, group: RankGroup, reader: asyncio.StreamReader) -> None:
         try:
             while line := await reader.readline():
                 await self._events.put(_Event(index, json.loads(line)))
         except (ConnectionError, ValueError):
             pass
-        await self._events.put(_Event(index, None, launcher=launcher))
+        await self._events.put(_Event(index, None, group=group))
 
 
 class _Training:
@@ -355,7 +355,7 @@ async def _end(one: _Replica) -> None:
         task.cancel()
     if one.line is not None:
         one.line[1].close()
-    await one.launcher.end()
+    await one.group.end()
 
 
 def _write(line: Line, message: dict[str, Any]) -> None:

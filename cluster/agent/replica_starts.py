@@ -10,6 +10,7 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.cluster.agent.failed_ranks import AGAIN, RanksLost, cause_of
 from roundtable.cluster.agent.launcher import Launcher
+from roundtable.cluster.agent.rank_group import RankGroup
 from roundtable.cluster.agent.replica_groups import ReplicaGroups
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.fellow_replicas import FIRST_RANK, REPLICA
@@ -23,14 +24,14 @@ class ReplicaStarts:
         self,
         config: AgentConfig,
         folder: Path,
+        launcher: Launcher,
         find: Callable[[], Resources],
         leave_settings: Callable[[Resources], None],
     ) -> None:
-        """`folder` is the cluster's state; `find` gives the present resources."""
+        """`folder` is the cluster's state; `launcher` starts ranks; `find` gives the present resources."""
         assert config.cluster is not None
-        self._table = config.cluster
-        self._config = config
         self._folder = folder
+        self._launcher = launcher
         self._find = find
         self._leave_settings = leave_settings
         table = config.cluster
@@ -43,19 +44,18 @@ class ReplicaStarts:
         resources = await asyncio.to_thread(self._find)
         return Advice.read(self._folder).usable(resources.devices)
 
-    async def launch(self, index: int, devices: list[int]) -> Launcher:
+    async def launch(self, index: int, devices: list[int]) -> RankGroup:
         """Starts a replica's ranks on these devices."""
         resources = await asyncio.to_thread(self._find)
         here = Resources(1, len(devices), resources.memory, resources.device)
         self._leave_settings(here)
         named = {REPLICA: str(index), FIRST_RANK: str(index * len(devices))}
-        table, folder = self._table, self._config.folder
-        return await Launcher.start(folder, self._folder, table, here, devices, named)
+        return await self._launcher.start(here, devices, named)
 
-    def learn(self, index: int, devices: list[int], launcher: Launcher, said: str) -> str:
+    def learn(self, index: int, devices: list[int], group: RankGroup, said: str) -> str:
         """Why a replica was lost, in words, once what that means for its next start is written down."""
         ranks = range(index * len(devices), (index + 1) * len(devices))
-        first = cause_of(take_reports(self._folder, ranks), launcher, RanksLost(said))
+        first = cause_of(take_reports(self._folder, ranks), group, RanksLost(said))
         if first.kind not in AGAIN:
             raise WorkFailed(first.kind, first.detail, first.trace)
         advice = Advice.read(self._folder)

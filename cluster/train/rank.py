@@ -38,10 +38,10 @@ from roundtable.cluster.train.round_reports import StepReport, Wishes
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError
 from roundtable.core.evidence.release import release
-from roundtable.core.machine.fork_server import LAUNCHER
-from roundtable.core.machine.process_facts import die_with_parent
 
 SETTINGS = "settings.json"
+STORE = "ROUNDTABLE_STORE"
+"""The variable that holds the descriptor at which a group's first rank listens for the others."""
 _AGENT_SECONDS = 300.0
 _IDLE = timedelta(days=30)
 _PEERS = re.compile(
@@ -54,8 +54,6 @@ def main(folder: Path) -> None:
     """Joins the group, and does the agent's orders until the agent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    if os.environ.get(LAUNCHER):
-        die_with_parent(os.getppid())
     # Layers come and go with every step: blocks of a layer's size must not split the heap.
     tune_for_transfers()
     rank = int(os.environ["RANK"]) + int(os.environ.get(FIRST_RANK, "0"))
@@ -79,6 +77,9 @@ def _serve(folder: Path, rank: int) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
+        store=_store(timedelta(seconds=table.timeout)),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=table.timeout),
         # With the device known, NCCL connects at once, and a rank on a wrong device is an error, not a hang.
         device_id=device if device.type == "cuda" else None,
@@ -113,6 +114,24 @@ def _serve(folder: Path, rank: int) -> None:
     while True:
         command = json.loads(broadcast_text(json.dumps(agent.next()) if agent else None, control))
         _do(executor, command, agent, device)
+
+
+def _store(timeout: timedelta) -> Any:
+    """Where the launcher's forks meet, at a port that it has bound; None where a scheduler has said where."""
+    if (listening := os.environ.get(STORE)) is None:
+        return None
+    first = os.environ["RANK"] == "0"
+    if not first:
+        os.close(int(listening))
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=first,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=int(listening) if first else None,
+    )
 
 
 def _await_agent(folder: Path) -> None:

@@ -126,7 +126,7 @@ async def test_ranks_have_time_to_plan_before_their_first_word(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", ["kill", "hang", "freeze", "memory"])
+@pytest.mark.parametrize("trouble", ["kill", "launcher", "hang", "freeze", "memory"])
 async def test_the_update_comes_in_spite_of(trouble: str, tmp_path: Path) -> None:
     silo = Silo(tmp_path, trouble=trouble, table={"timeout": 6.0, "checkpoint_steps": 2})
     told: list[tuple[str, str, str]] = []
@@ -134,6 +134,7 @@ async def test_the_update_comes_in_spite_of(trouble: str, tmp_path: Path) -> Non
         work = replace(silo.work(), trouble=lambda *fault: told.append(fault))
         trained = await trainer.train(work, watched([]))
         assert (tmp_path / "mark").exists()
+        assert trainer.launcher.loads == (2 if trouble == "launcher" else 1)
         if trouble == "memory":
             assert [kind for kind, _, _ in told] == ["out_of_memory"]
             assert told[0][2].startswith("reduced the batch size: halved the micro-batch (or")

@@ -32,7 +32,8 @@ TROUBLE = """
             mark = pathlib.Path(self.options["mark"] + mine)
             if not mark.exists():
                 mark.touch()
-                os.kill(os.getpid(), getattr(signal, self.options.get("signal", "SIGKILL")))
+                whom = os.getppid() if "parent" in self.options else os.getpid()
+                os.kill(whom, getattr(signal, self.options.get("signal", "SIGKILL")))
         if "mark" in self.options:
             marks = pathlib.Path(self.options["mark"]).parent
             if real and self.calls == 1 and (marks / f"mark{mine}").exists():
@@ -115,6 +116,7 @@ async def test_a_lost_replica_costs_its_part_of_a_step_and_joins_again(devices: 
         trained = await trainer.train(work, watched([]))
         assert trainer.groups is not None
         verdicts = trainer.groups.verdicts
+        assert trainer.launcher.loads == 1, "what came back was forked from what had loaded everything before"
     lost = [one for one in verdicts[1:] if not one.committed]
     joined = [one for one in verdicts if one.joining]
     assert [(one.steps, one.members) for one in lost] == [(4, (0, 2))]
@@ -148,6 +150,17 @@ async def test_when_all_replicas_are_lost_the_round_goes_on_from_its_checkpoint(
         await trainer.train(silo.work(), watched([]))
         assert trainer.groups is not None
         assert trainer.groups.verdicts[0].steps in (4, 8)
+    assert torch.allclose(silo.update(), silo.alone(), atol=1e-7)
+
+
+@pytest.mark.slow
+async def test_a_killed_launcher_takes_all_replicas_along_and_is_made_anew(tmp_path: Path) -> None:
+    silo = elastic(tmp_path, 2, kills={"1": 9}, parent=True, table={"checkpoint_steps": 4})
+    async with silo.trainer() as trainer:
+        await trainer.train(silo.work(), watched([]))
+        assert trainer.groups is not None
+        assert trainer.groups.verdicts[0].steps in (4, 8)
+        assert trainer.launcher.loads == 2
     assert torch.allclose(silo.update(), silo.alone(), atol=1e-7)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.policy_table import PolicyTable
-from roundtable.cluster.agent.launcher import _environment
+from roundtable.cluster.agent.launcher import _members
 from roundtable.cluster.plan.resources import Resources, allowed_resources
 
 
@@ -31,9 +30,11 @@ def test_a_cluster_uses_no_more_than_the_policy_allows(monkeypatch: pytest.Monke
     assert (there.devices, there.memory, there.device) == (4, 1 << 30, "cpu")
 
 
-def test_ranks_see_the_devices_that_are_the_agents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_see_the_devices_that_are_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     resources = Resources(1, 2, 1 << 30, "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert _environment(tmp_path, ClusterTable(), resources, [0, 2])["CUDA_VISIBLE_DEVICES"] == "4,6"
+    first, second = _members(resources, [0, 2], 4444, {})
+    assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert (first["LOCAL_RANK"], second["LOCAL_RANK"], second["WORLD_SIZE"]) == ("0", "1", "2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert _environment(tmp_path, ClusterTable(), resources, [0, 2])["CUDA_VISIBLE_DEVICES"] == "0,2"
+    assert _members(resources, [0, 2], 4444, {})[0]["CUDA_VISIBLE_DEVICES"] == "0,2"

@@ -52,6 +52,9 @@ class Toy(Task):
                 mark.touch()
                 if trouble == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
+                if trouble == "launcher":
+                    os.kill(os.getppid(), signal.SIGKILL)
+                    signal.pause()
                 if trouble == "hang":
                     signal.pause()
                 if trouble == "freeze":
