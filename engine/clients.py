@@ -1,4 +1,4 @@
-"""What the engine knows of a client beside a job: what is declared, and whether it may be asked."""
+"""What the engine knows of a client beside a job, and hears of its work: declared, there, begun, done."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ from typing import Literal
 from roundtable.core.observability.link_estimate import UNKNOWN_LINK, LinkEstimate
 
 ClientState = Literal[
-    "available", "queued", "training", "evaluating", "uploading", "offline", "dropped", "done"
+    "available", "queued", "training", "ready", "evaluating", "uploading", "offline", "dropped", "done"
 ]
 Held = Literal["drained", "disabled", "unsuited"]
 """Why a client that may be there is asked for nothing new: its silo wants that, operators do, or it has less
 than the job asks for."""
+
+
+@dataclass(frozen=True, order=True)
+class Step:
+    """(round, attempt, phase): with the job's name the key under which everything is idempotent."""
+
+    round: int
+    attempt: int
+    phase: str
 
 
 @dataclass(frozen=True)
@@ -62,3 +71,20 @@ class ClientHeld:
 
     client: str
     held: Held | None
+
+
+@dataclass(frozen=True)
+class WorkStarted:
+    """A client has begun its work, or has gone on to `state`."""
+
+    client: str
+    step: Step
+    state: ClientState = "training"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A client has trained for `step` (phase `prepare`) and keeps its update until it is asked to mask it."""
+
+    client: str
+    step: Step

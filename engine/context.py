@@ -47,7 +47,7 @@ class JobContext:
 
     def works_on(self, client: str, step: m.Step) -> bool:
         """Whether the client was asked for this step and has neither answered nor failed."""
-        assignment, attempt = self.state.at_work.get(client), self.state.attempt
+        assignment, attempt = self.state.given(client), self.state.attempt
         if assignment is not None and assignment.step == step:
             return True
         return attempt is not None and attempt.step == step and client in attempt.awaited
@@ -60,7 +60,7 @@ class JobContext:
         """Asks those who are there to work on the phase that runs; marks the others as offline."""
         attempt = self.attempt()
         assert attempt.deadline is not None
-        model = attempt.aggregated.model if attempt.aggregated else self.state.model
+        model = attempt.aggregated.model if attempt.aggregated else attempt.source or self.state.model
         cohort, hops = attempt.cohort, hops_after(self.state)
         if attempt.failures:
             cohort = tuple(name for name in cohort if name not in attempt.failures)
@@ -71,8 +71,10 @@ class JobContext:
                 training = attempt.phase == m.TRAIN
                 steps = self.given(name) if training else None
                 encoding = chosen_chain(self.state, name) if training else ""
+                work = attempt.group.get(name) if training else None
+                kept = (work.round, work.attempt) if work is not None else None
                 self.out.append(
-                    m.Instruct(name, attempt.step, model, due, cohort, counted, hops, steps, encoding)
+                    m.Instruct(name, attempt.step, model, due, cohort, counted, hops, steps, encoding, kept)
                 )
             else:
                 self.mark(name, "offline", now)
@@ -302,6 +304,7 @@ class JobContext:
             record.selected -= busy
             record.failed += not busy
         self.state.at_work.pop(client, None)
+        self.state.ready.pop(client, None)
         told = {"course": course} if (course := self.record(client).passed(now)) else {}
         self.mark(client, "dropped", now, failure.detail)
         self.note_failure(failure, action, **told)

@@ -15,6 +15,9 @@ from roundtable.engine.clients import ClientJoined as ClientJoined
 from roundtable.engine.clients import ClientLeft as ClientLeft
 from roundtable.engine.clients import ClientState as ClientState
 from roundtable.engine.clients import Held as Held
+from roundtable.engine.clients import Prepared as Prepared
+from roundtable.engine.clients import Step as Step
+from roundtable.engine.clients import WorkStarted as WorkStarted
 from roundtable.engine.steering import Cancel as Cancel
 from roundtable.engine.steering import MovedInQueue as MovedInQueue
 from roundtable.engine.steering import Pause as Pause
@@ -22,6 +25,7 @@ from roundtable.engine.steering import Resume as Resume
 from roundtable.engine.steering import Yield as Yield
 
 TRAIN = "train"
+PREPARE = "prepare"
 AGGREGATE = "aggregate"
 EVALUATE = "evaluate"
 COMMIT = "commit"
@@ -30,15 +34,6 @@ AUTHORIZE = "authorize"
 
 JobStatus = Literal["waiting", "running", "paused", "finished", "cancelled", "failed"]
 FINAL: tuple[JobStatus, ...] = ("finished", "cancelled", "failed")
-
-
-@dataclass(frozen=True, order=True)
-class Step:
-    """(round, attempt, phase): with the job's name the key under which everything is idempotent."""
-
-    round: int
-    attempt: int
-    phase: str
 
 
 @dataclass(frozen=True)
@@ -97,15 +92,6 @@ class Update:
 @dataclass(frozen=True)
 class Start:
     """Starts the job; sent once, after `ClientJoined` for the population that is known so far."""
-
-
-@dataclass(frozen=True)
-class WorkStarted:
-    """A client has begun its work, or has gone on to `state`."""
-
-    client: str
-    step: Step
-    state: ClientState = "training"
 
 
 @dataclass(frozen=True)
@@ -240,6 +226,7 @@ Event = (
     | ClientLeft
     | ClientHeld
     | WorkStarted
+    | Prepared
     | UpdateArrived
     | SumArrived
     | Evaluated
@@ -271,6 +258,9 @@ class Authorize:
 class Instruct:
     """Tell the client to train (phase `train`) or to evaluate (phase `evaluate`) `model`; idempotent.
 
+    In phase `prepare` it trains and keeps its update; in phase `train` with `prepared`, the (round, attempt)
+    of that, it does not train but masks that update among `cohort`.
+
     `cohort` is who was selected and has not failed. `counted`: (round, attempt) of the client's newest update
     that is in `model` or in one before it: the client goes on from what that training left with it. `hops`
     lead from older models to newer ones. `steps`, `encoding`: where they are the client's own.
@@ -285,6 +275,7 @@ class Instruct:
     hops: tuple[Hop, ...] = field(default=(), compare=False, repr=False)
     steps: int | None = None
     encoding: str = ""
+    prepared: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

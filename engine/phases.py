@@ -79,20 +79,30 @@ class Phases:
     def received(self, update: m.Update, now: float) -> None:
         """A client's update that is wanted is here; `proceed` follows."""
         client, attempt = update.client, self._context.attempt()
-        if (assignment := self._state.at_work.pop(client, None)) is not None:
+        if (assignment := self._state.at_work.pop(client, None) or attempt.group.get(client)) is not None:
             update = replace(update, asked=(assignment.round, assignment.attempt))
         attempt.awaited.pop(client, None)
         update = replace(update, steps=self._context.see_pace(client, now))
         lost = attempt.lost.pop(client, None)
         (attempt.updates if attempt.phase == m.TRAIN else self._state.buffer)[client] = lost or update
         course = self._context.done(client, lost or update, now)
-        if not lost:
+        if not lost and client not in attempt.group:
             took = self._state.clients[client].took
             took(now, assignment.line if assignment else attempt.lines.get(client), update)
         asked = {} if update.asked is None else {"asked": update.asked[0]}
         detail = {"examples": update.examples, **vars(update.vector), **asked, "course": course}
         way = f" in a sum of the relay {update.relay}" if update.relay else " again" if lost else ""
         self._context.note("update_received", f"{client} delivered its update{way}", client, detail)
+
+    def prepared(self, client: str, now: float) -> None:
+        """A client at work keeps its finished update; a group is looked for in training only."""
+        given = self._state.at_work.pop(client)
+        record = self._context.record(client)
+        record.seconds, record.failed = max(0.0, now - record.called - given.line.until(now)), 0
+        self._state.ready[client] = given
+        self._context.mark(client, "ready", now)
+        self._context.note("update_ready", f"{client} has trained from model {given.round - 1}", client)
+        self.proceed(m.TRAIN, now)
 
     def proceed(self, phase: str, now: float) -> None:
         """Called after every answer that belongs to `phase`: ends it, if it runs and has what it needs."""
@@ -153,7 +163,7 @@ class Phases:
         # Of a secret cohort nobody is asked who would not be otherwise.
         known = sorted(attempt.updates) if is_told(self._job.privacy, Tells.COHORT) else ()
         delivered = (name for name in known if name not in held or attempt.updates[name].asked is None)
-        idle = (name for name in (*there, *delivered) if name not in self._state.at_work)
+        idle = (name for name in (*there, *delivered) if self._state.given(name) is None)
         attempt.awaited = dict.fromkeys(idle)
         attempt.phase, attempt.lines = m.EVALUATE, {}
         attempt.deadline = now + self._job.evaluation.deadline
@@ -210,7 +220,7 @@ class Phases:
             client.direction = directions.get(name, client.direction)
         self._state.hops = hops_after(self._state)
         self._state.model, self._state.optimizer = record.model, record.optimizer
-        self._state.summed = ()
+        self._state.summed, self._state.barred = (), ()
         self._close(record)
 
     def close_round(self, reason: str, now: float) -> None:
@@ -220,8 +230,10 @@ class Phases:
         round from the same model, unless its clients are the same or there is noise in each sum.
         """
         attempt, state = self._context.attempt(), self._state
-        if sums_exactly(self._job):
-            state.summed = state.summed or tuple(sorted(attempt.updates))
+        if sums_exactly(self._job) and attempt.source in ("", state.model):
+            clients = tuple(sorted(attempt.updates))
+            state.summed = state.summed or clients
+            state.barred = (*state.barred, *(name for name in clients if name not in state.summed))
         self._close(record_without_model(attempt, state.model, state.optimizer, reason, now))
 
     def _close(self, record: m.RoundRecord) -> None:
@@ -357,9 +369,9 @@ class Phases:
 
     def _stop_now(self, status: m.JobStatus, reason: str) -> None:
         attempt = self._state.attempt
-        for name, assignment in self._state.at_work.items():
-            self._context.out.append(m.Withdraw(name, assignment.step, f"the job is {status}"))
-        self._state.at_work, self._state.buffer = {}, {}
+        for name, given in {**self._state.at_work, **self._state.ready}.items():
+            self._context.out.append(m.Withdraw(name, given.step, f"the job is {status}"))
+        self._state.at_work, self._state.buffer, self._state.ready = {}, {}, {}
         if status in ("paused", "waiting") and attempt is not None:
             # Only the numbers live on, so that a resumed round never reuses an attempt's key.
             self._state.attempt = Attempt(attempt.round, attempt.number, "", attempt.started)

@@ -22,9 +22,7 @@ from roundtable.engine import messages as m
 from roundtable.engine.context import JobContext
 from roundtable.engine.foreign_selection import find_strategy
 from roundtable.engine.phases import Phases
-from roundtable.engine.policies.buffered import BufferedTraining
-from roundtable.engine.policies.synchronous import SynchronousTraining
-from roundtable.engine.policies.training_policy import TrainingPolicy
+from roundtable.engine.policies.policy_choice import policy_of
 from roundtable.engine.population import Population, Roster
 from roundtable.engine.selection import SelectionFailed, Strategy, least_for_selection
 from roundtable.engine.state import EngineState, PlainClients, from_plain, in_queue, to_plain
@@ -43,11 +41,7 @@ class RoundEngine:
         self.population: Population = population or Roster()
         strategy = strategy or find_strategy(job.cohort)
         self._context = JobContext(job, state, self.population, strategy)
-        self._policy: TrainingPolicy = (
-            BufferedTraining(self._context)
-            if job.round.mode == "buffered"
-            else SynchronousTraining(self._context)
-        )
+        self._policy = policy_of(self._context)
         self._plain_clients: PlainClients = {}
         self._phases = Phases(self._context, self._policy)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
@@ -56,6 +50,7 @@ class RoundEngine:
             m.ClientLeft: self._on_left,
             m.ClientHeld: self._on_held,
             m.WorkStarted: self._on_work_started,
+            m.Prepared: self._on_prepared,
             m.UpdateArrived: self._on_update,
             m.SumArrived: self._on_sum,
             m.Evaluated: self._on_evaluated,
@@ -195,7 +190,8 @@ class RoundEngine:
         attempt = self.state.attempt
         if attempt is None or attempt.phase == m.SELECT:
             return attempt is not None
-        return attempt.phase == m.TRAIN and not (attempt.awaited or attempt.updates or self.state.at_work)
+        given = self.state.at_work or self.state.ready
+        return attempt.phase == m.TRAIN and not (attempt.awaited or attempt.updates or given)
 
     @property
     def least(self) -> int:
@@ -229,9 +225,11 @@ class RoundEngine:
         if client in self.state.clients:
             self._context.mark(client, "offline", now)
             self._context.forget_time([client])
-        assignment = self.state.at_work.get(client)
+        assignment = self.state.given(client)
         if assignment is not None:
             assignment.away = True
+        if client in self.state.ready:
+            self.state.ready[client].deadline = now + self.job.cohort.grace
         awaited = attempt is not None and client in attempt.awaited
         if assignment is None and not awaited:
             return
@@ -260,6 +258,11 @@ class RoundEngine:
             if self._context.stands_in_line(event.client, event.step, event.state == "queued", now):
                 self._phases.work_began(event.step, now)
 
+    def _on_prepared(self, event: m.Prepared, now: float) -> None:
+        given = self.state.at_work.get(event.client)
+        if event.step.phase == m.PREPARE and given is not None and given.step == event.step:
+            self._phases.prepared(event.client, now)
+
     def _on_update(self, event: m.UpdateArrived, now: float) -> None:
         self._take((event.update,), event.step, now)
 
@@ -280,7 +283,8 @@ class RoundEngine:
         step, failure = event.step, event.failure
         if self._context.works_on(failure.site, step):
             failure = replace(failure, round=step.round, attempt=step.attempt, phase=step.phase)
-            if step.phase == m.TRAIN:
+            if step.phase != m.EVALUATE:
+                failure = replace(failure, phase=m.TRAIN)
                 self._phases.follow(self._policy.client_failed(failure, now), now)
             else:
                 self._context.drop(failure, now)

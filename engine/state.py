@@ -103,7 +103,8 @@ class InLine:
 class Assignment:
     """What a client trains while rounds go by: asked at `since` for the step (round, attempt, train).
 
-    `away`: its connection is gone; it may come back and deliver until the deadline.
+    `away`: its connection is gone; it may come back and deliver until the deadline. `phase`: `prepare`, where
+    the client keeps its update until it is masked in a group.
     """
 
     round: int
@@ -113,11 +114,12 @@ class Assignment:
     deadline: float
     away: bool = False
     line: InLine = field(default_factory=InLine)
+    phase: str = TRAIN
 
     @property
     def step(self) -> Step:
         """The key of the work."""
-        return Step(self.round, self.attempt, TRAIN)
+        return Step(self.round, self.attempt, self.phase)
 
 
 BUSY = "busy"
@@ -146,6 +148,7 @@ class Attempt:
     - `lines`: of those whose work in the phase that runs stood in line at them, for how long.
     - `measured`: when clients began and ended to measure the round's model, as far as they told.
     - `within`: of relays the rounds within their regions, as their sums told.
+    - `group`: who masks its update now, with the work that it is of, which was all from the model `source`.
     """
 
     round: int
@@ -174,6 +177,8 @@ class Attempt:
     lines: dict[str, InLine] = field(default_factory=dict)
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)
     within: dict[str, Any] = field(default_factory=dict)
+    group: dict[str, Assignment] = field(default_factory=dict)
+    source: str = ""
 
     @property
     def step(self) -> Step:
@@ -188,13 +193,15 @@ class EngineState:
     at relays, and only those that go up happen here.
 
     In buffered rounds `at_work` are those who train, in the order in which they were asked; `buffer` are
-    updates that came while a model was being made, for the next; `draws` counts draws of clients.
+    updates that came while a model was being made, for the next; `draws` counts draws of clients. Under masks
+    `ready` are those who keep a finished update, in the order in which they said so, and `owed` those whose
+    last one no group could be found for.
 
     `queued` is when the job began to wait for its turn, `priority` what operators made of the job's own,
     `hold` why they keep it from its turn, and `yielding` why it gives that up when its round ends.
 
     `summed` are the clients of a closed round whose sum without noise may be known: until the model changes
-    all of them and nobody else, or none of them, are asked.
+    all of them and nobody else, or none of them, are asked. Nobody in another such sum, who is `barred`, is.
 
     `hops` lead from the newest models to the next, the latest last, where the job encodes the way down.
     """
@@ -212,14 +219,21 @@ class EngineState:
     clients: dict[str, ClientRecord] = field(default_factory=dict)
     at_work: dict[str, Assignment] = field(default_factory=dict)
     buffer: dict[str, Update] = field(default_factory=dict)
+    ready: dict[str, Assignment] = field(default_factory=dict)
+    owed: tuple[str, ...] = ()
     draws: int = 0
     summed: tuple[str, ...] = ()
+    barred: tuple[str, ...] = ()
     queued: float = 0.0
     priority: int | None = None
     hold: str = ""
     yielding: str = ""
     hops: tuple[Hop, ...] = ()
     summary: RoundSummary = field(default_factory=RoundSummary)
+
+    def given(self, client: str) -> Assignment | None:
+        """What a client was given to train while rounds go by, and no round has used or given up yet."""
+        return self.at_work.get(client) or self.ready.get(client)
 
 
 def chosen_chain(state: EngineState, client: str) -> str:
@@ -309,9 +323,10 @@ def from_plain(plain: Mapping[str, Any]) -> EngineState:
     values["attempt"] = _attempt(values["attempt"]) if values["attempt"] else None
     values["stopping"] = tuple(values["stopping"]) if values["stopping"] else None
     values["clients"] = {name: _client(record) for name, record in values["clients"].items()}
-    values["at_work"] = {name: _assignment(given) for name, given in values.get("at_work", {}).items()}
+    for key in ("at_work", "ready"):
+        values[key] = {name: _assignment(given) for name, given in values.get(key, {}).items()}
+    values |= {key: tuple(values.get(key, ())) for key in ("summed", "barred", "owed")}
     values["buffer"] = _updates(values.get("buffer", {}))
-    values["summed"] = tuple(values.get("summed", ()))
     values["hops"] = tuple(Hop(**hop) for hop in values.get("hops", ()))
     return EngineState(**values)
 
@@ -349,6 +364,7 @@ def _attempt(plain: Mapping[str, Any]) -> Attempt:
     values = dict(plain)
     values["lines"] = {name: InLine(**line) for name, line in values.get("lines", {}).items()}
     values["cohort"] = tuple(values["cohort"])
+    values["group"] = {name: _assignment(given) for name, given in values.get("group", {}).items()}
     values["updates"] = _updates(values["updates"])
     values["lost"] = _updates(values.get("lost", {}))
     values["failures"] = {name: SiteFailure(**failure) for name, failure in values["failures"].items()}

@@ -80,10 +80,11 @@ def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> 
             f"{state.separation - 1} rounds. Waiting for more to connect"
         )
         return "; ".join([said, *held_in_words(population)])
-    if attempt.phase == m.TRAIN and job.round.mode == "buffered":
+    if attempt.phase == m.TRAIN and job.round.mode == "buffered" and not attempt.group:
         busy = [n for n, given in state.at_work.items() if not given.away]
         shown = ", ".join(busy[:_SHOWN]) + (f" and {len(busy) - _SHOWN} more" if len(busy) > _SHOWN else "")
-        said = f"{len(attempt.updates)} of {attempt.target} updates; at work: {shown or 'nobody'}"
+        here, are = len(state.ready) or len(attempt.updates), " ready" if state.ready else ""
+        said = f"{here} of {attempt.target} updates{are}; at work: {shown or 'nobody'}"
         return "; ".join([said, *(() if busy else held_in_words(population))])
     if attempt.phase in (m.TRAIN, m.EVALUATE):
         return _waiting_for_answers(attempt, state, population)

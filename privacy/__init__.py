@@ -37,7 +37,7 @@ from roundtable.privacy.mechanisms.tree import TreeFTRL
 from roundtable.privacy.plan import PrivacyPlan, plot, privacy_plan, render, weak_signal
 from roundtable.privacy.released_sums import sums_noise
 from roundtable.privacy.secure_round import SecureMean, SecureRound, fewest_survivors, subject_of
-from roundtable.privacy.shared_sample import values_masked, why_not_masked
+from roundtable.privacy.shared_sample import most_summed, values_masked, why_not_masked
 from roundtable.privacy.statement import account_statement, statement
 
 __all__ = [
@@ -91,6 +91,7 @@ __all__ = [
     "local_gaussian",
     "local_gaussian_charge",
     "merged",
+    "most_summed",
     "noise_for",
     "plot",
     "prefix_error",

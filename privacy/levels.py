@@ -36,7 +36,7 @@ from roundtable.privacy.mechanisms.distributed import DistributedDP
 from roundtable.privacy.mechanisms.factorise import BANDS, Banded, Buffered, Factorisation, best_factorisation
 from roundtable.privacy.mechanisms.ftrl import MatrixMechanism
 from roundtable.privacy.mechanisms.toeplitz import Workload
-from roundtable.privacy.shared_sample import values_sent
+from roundtable.privacy.shared_sample import most_summed, values_sent
 
 _STEP = 1.002
 
@@ -46,7 +46,8 @@ def sampling_of(job: JobConfig, population: int) -> SamplingModel:
     cohort, groups = job.cohort, groups_of(job.privacy)
     if groups > 1 and cohort.probability is not None:
         return cyclic_poisson(population, groups, cohort.probability)
-    expected = float(min(cohort.size or population, population))
+    size = most_summed(job) if isinstance(job.privacy, DistributedLevel) else cohort.size
+    expected = float(min(size or population, population))
     if cohort.probability is not None:
         expected = cohort.probability * population
     return accountant_for(cohort.strategy, population, expected, has_secret_cohorts(job.privacy))
@@ -197,11 +198,11 @@ def _factorisation(privacy: FtrlLevel, workload: Workload, separation: int) -> F
 
 
 def shared_noise(job: JobConfig, noise_multiplier: float, dimension: int) -> DistributedDP:
-    """The shares of noise of a `distributed` job, for a cohort of exactly `cohort.size`.
+    """The shares of noise of a `distributed` job, for a cohort of exactly `cohort.size`, or a whole buffer.
 
     `dimension` is the update's; of random-k only the values that are sent have noise.
     """
-    privacy, size = job.privacy, job.cohort.size
+    privacy, size = job.privacy, most_summed(job)
     assert isinstance(privacy, DistributedLevel)
     if size is None:
         raise PrivacyError(
@@ -215,7 +216,7 @@ def distributed_noise(job: JobConfig, dimension: int) -> DistributedDP:
     """The same with the job's own noise. Nobody's part in a round is hidden, so no sampling amplifies it."""
     if not isinstance(job.privacy, DistributedLevel):
         raise PrivacyError(f"privacy.level = {job.privacy.level!r} has no noise in shares")
-    silos = job.cohort.size or 1
+    silos = most_summed(job) or 1
     return shared_noise(job, noise_for(job, silos, dimension), dimension)
 
 

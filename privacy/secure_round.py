@@ -50,7 +50,7 @@ from roundtable.privacy.secagg import (
 from roundtable.privacy.secagg.masks import Ring, wire_bytes
 from roundtable.privacy.secagg.parameters import FULL_GRAPH_UP_TO, MINIMUM_COHORT
 from roundtable.privacy.secagg.quantise import Rotate
-from roundtable.privacy.shared_sample import sample_key, shared_sample
+from roundtable.privacy.shared_sample import most_summed, sample_key, shared_sample
 
 ROTATED_UP_TO = 16
 """Rings of so many bits are too coarse for updates as they are."""
@@ -112,7 +112,7 @@ class SecureRound:
         drawn = (shared_sample(job), sample_key(job, round))
         if isinstance(job.privacy, DistributedLevel):
             noise = distributed_noise(job, columns)
-            size = job.cohort.size or 0
+            size = most_summed(job) or 0
             if invited > size:
                 raise PrivacyError(f"{invited} silos where noise for {size} was agreed on")
             parameters = _parameters(size, job, masking, noise.bits, 1)

@@ -32,6 +32,14 @@ def values_sent(job: JobConfig, dimension: int) -> int:
     return dimension if sample is None else sample.most(dimension)
 
 
+def most_summed(job: JobConfig) -> int | None:
+    """How many silos one sum of the job is over at most; None where the job does not say.
+
+    In buffered rounds a buffer is a cohort.
+    """
+    return job.round.buffer or job.cohort.size
+
+
 def values_masked(job: JobConfig, layout: Layout, round: int) -> int:
     """The length of the vectors whose sum a round (from 1) makes, from the layout of an update."""
     common = job.common_rank

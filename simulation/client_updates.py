@@ -139,9 +139,9 @@ class ClientUpdates:
 
         self._attackers.corrupt(action.step.round, clients, matrix, places, lambda: defence(received()))
         if self._secure is not None and updates:
-            return self._secure.received(
-                action.step, action.cohort, updates, [matrix[place] for place in places], self._before
-            )
+            rows = [matrix[place] for place in places]
+            mean = self._secure.received(action.step, action.cohort, updates, rows, self._before)
+            return mean.of_age(updates[0].staleness(action.step.round)) if isinstance(mean, Mean) else mean
         return received()
 
     def _measure(self, round: int, vector: Tensor, indices: Sequence[int]) -> dict[str, Failed]:

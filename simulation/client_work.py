@@ -7,7 +7,7 @@ wants: who drops out, comes too late or is withdrawn costs nothing.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import Tensor
 
@@ -28,13 +28,15 @@ Progress = Callable[[m.Step, int, int], None]
 class ClientWork:
     """What clients were asked to do and have not answered, by their numbers.
 
-    `answers` are those that have been trained and whose time has not come, each with the row of its update.
+    `answers` are those that have been trained and whose time has not come, each with the row of its update;
+    `prepared` those that keep a finished update until a group is asked to mask.
     """
 
     def __init__(
         self, world: World, fleet: Fleet, updates: ClientUpdates, queue: EventQueue, progress: Progress
     ) -> None:
         self.answers: dict[int, tuple[int, Trained | Failed]] = {}
+        self.prepared: dict[int, tuple[int, Trained]] = {}
         self._world = world
         self._fleet = fleet
         self._updates = updates
@@ -49,10 +51,28 @@ class ClientWork:
         for index, examples, at in zip(indices, self._examples(indices), asked, strict=True):
             self._schedule(index, step, examples, at)
 
-    def withdraw(self, index: int) -> None:
-        """The client's answer does not matter any more."""
+    def withdraw(self, index: int, step: m.Step) -> None:
+        """The client's answer does not matter any more; what it keeps for a group may matter in another."""
         self._due.pop(index, None)
         self.answers.pop(index, None)
+        if step.phase == m.PREPARE:
+            self.prepared.pop(index, None)
+
+    def forget_prepared(self, indices: Iterable[int]) -> None:
+        """Of the finished updates of these a model was made."""
+        for index in indices:
+            self.prepared.pop(index, None)
+
+    def mask(self, step: m.Step, index: int) -> None:
+        """The client is asked for its finished update, masked, and sends it."""
+        seconds = self._fleet.devices.seconds(index, step.round, 0, self._way(index, step, training=False))
+        leaves = self._fleet.devices.leaves_at(index, self._queue.now)
+        if leaves <= self._queue.now + seconds:
+            self._queue.push(leaves, Leaves(index, step))
+            return
+        row, answer = self.prepared[index]
+        update = m.Update(answer.client, m.RowReference(row), answer.examples, answer.loss, answer.metrics)
+        self._queue.push(self._queue.now + seconds, m.UpdateArrived(step, update))
 
     def clear(self) -> None:
         """Nobody's answer matters any more."""
@@ -83,7 +103,8 @@ class ClientWork:
         same = (due for due in self._due.values() if due.step == step and due.index not in self.answers)
         due_next = heapq.nsmallest(wanted, same, key=lambda due: (due.at, due.index))
         chosen = sorted(due.index for due in due_next)
-        rows = self._updates.free_rows(len(chosen), {*held, *(row for row, _ in self.answers.values())})
+        kept = (row for row, _ in (*self.answers.values(), *self.prepared.values()))
+        rows = self._updates.free_rows(len(chosen), {*held, *kept})
         answers = self._updates.train(step, vector, chosen, rows)
         for done, (row, answer) in enumerate(answers, start=1):
             self.answers[self._world.names.index_of(answer.client)] = (row, answer)
@@ -130,9 +151,14 @@ class ClientWork:
         encoding = get_encoding(chain, self._world.folder).over(sent).in_round(round)
         return encoding.encoded_size(sent.size) or min(encoding.size_bound(sent.size), 4 * sent.size)
 
+    def _way(self, index: int, step: m.Step, *, training: bool) -> Transfer:
+        """What travels for the step: where an update is kept, the model only, and in its group the update."""
+        up = 0 if step.phase == m.PREPARE else self._bytes_of(self._world.names[index], step.round)
+        return Transfer(self._updates.down_size(step.round) if training else 0, up)
+
     def _schedule(self, index: int, step: m.Step, examples: int, asked: float) -> None:
-        up = self._bytes_of(self._world.names[index], step.round)
-        sizes = Transfer(self._updates.down_size(step.round), up)
+        self.prepared.pop(index, None)
+        sizes = self._way(index, step, training=True)
         seconds = self._fleet.devices.seconds(index, step.round, examples, sizes)
         leaves = self._fleet.devices.leaves_at(index, asked)
         dropout = self._dropouts.of_training(step, index)

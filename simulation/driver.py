@@ -151,6 +151,13 @@ class Driver:
             vector = self._earlier[asked.round - 1]
             for _ in self._updates.train(asked, vector, [index_of(name)], [update.row], paid=True):
                 pass
+        for name, given in state.ready.items():
+            index, vector = index_of(name), self._vector_of(given.step)
+            held = {row for row, _ in self._work.prepared.values()}
+            rows = self._updates.free_rows(1, {*held, *(each.row for each in state.buffer.values())})
+            for row, answer in self._updates.train(given.step, vector, [index], rows, paid=True):
+                assert not isinstance(answer, Failed), "it was trained before"
+                self._work.prepared[index] = row, answer
         there = {index_of(name): given for name, given in state.at_work.items() if not given.away}
         for index, assignment in there.items():
             self._work.ask_to_train(assignment.step, [index], [assignment.since])
@@ -171,12 +178,9 @@ class Driver:
         for action in actions:
             match action:
                 case m.Instruct():
-                    index = self.world.names.index_of(action.client)
-                    instructed.setdefault(action.step, []).append(index)
-                    if action.steps is not None:
-                        self._updates.steps[index] = action.steps
+                    self._note_asked(action, instructed)
                 case m.Withdraw():
-                    self._work.withdraw(self.world.names.index_of(action.client))
+                    self._work.withdraw(self.world.names.index_of(action.client), action.step)
                 case m.SetTimer():
                     self._queue.set_timer(action.timer, action.at)
                 case m.Authorize():
@@ -191,6 +195,16 @@ class Driver:
                     self.status = action
         for step, indices in instructed.items():
             self._instruct(step, indices)
+
+    def _note_asked(self, action: m.Instruct, instructed: dict[m.Step, list[int]]) -> None:
+        """Has the client mask what it keeps, or notes it among those that work on one step together."""
+        index = self.world.names.index_of(action.client)
+        if action.prepared is not None:
+            self._work.mask(action.step, index)
+            return
+        instructed.setdefault(action.step, []).append(index)
+        if action.steps is not None:
+            self._updates.steps[index] = action.steps
 
     def _instruct(self, step: m.Step, indices: Sequence[int]) -> None:
         attempt = self._engine.state.attempt
@@ -211,6 +225,10 @@ class Driver:
         if isinstance(answer, Failed):
             self._handle(failure_event(answer, due.step))
             return
+        if due.step.phase == m.PREPARE:
+            self._work.prepared[due.index] = row, answer
+            self._handle(m.Prepared(answer.client, due.step))
+            return
         transfer = self._updates.transfer_of(answer.client, due.step.round)
         if transfer is not None:
             sizes = Transfer(transfer.down, transfer.up)
@@ -222,11 +240,15 @@ class Driver:
         )
         self._handle(m.UpdateArrived(due.step, update))
 
+    def _vector_of(self, step: m.Step) -> Tensor:
+        """The model that clients train from who were asked for this step."""
+        made = step.round - 1
+        return self.model.vector if made == len(self.history) else self._earlier[made]
+
     def _train(self, due: AnswerDue) -> None:
         """Runs the client whose answer is due, with as many others as the round still wants."""
-        state, made = self._engine.state, due.step.round - 1
+        state, vector = self._engine.state, self._vector_of(due.step)
         assert state.attempt is not None
-        vector = self.model.vector if made == len(self.history) else self._earlier[made]
         wanted = state.attempt.target - len(state.attempt.updates) - len(self._work.answers)
         held = {update.row for update in (*state.attempt.updates.values(), *state.buffer.values())}
         self._work.train(due.step, vector, max(self._pacing.least_together, wanted), held)
@@ -299,8 +321,9 @@ class Driver:
             self._keep_models({**self._earlier, record.round - 1: before})
             self.history.append(record)
             self.listener.committed(record, self.model, partial(self._checkpoint, used))
+            self._work.forget_prepared(used)
             waiting = map(self.world.names.index_of, self._engine.state.buffer)
-            self._updates.keep(used, [*self._work.answers, *waiting])
+            self._updates.keep(used, [*self._work.answers, *self._work.prepared, *waiting])
             self._ledger.committed()
         self._pacing.round_ended(self._work)
         self.fleet.gone.clear()
@@ -309,7 +332,7 @@ class Driver:
     def _keep_models(self, known: Mapping[int, Tensor]) -> None:
         """Of the models that a new one replaces, those stay that somebody works from."""
         state = self._engine.state
-        needed = {assignment.round - 1 for assignment in state.at_work.values()}
+        needed = {given.round - 1 for given in (*state.at_work.values(), *state.ready.values())}
         needed |= {update.asked[0] - 1 for update in state.buffer.values() if update.asked}
         self._earlier = {made: known[made] for made in sorted(needed)}
 

@@ -68,7 +68,9 @@ class BufferedPacing:
         self._next_offer = 0.0
         # Those at work, those in a buffer that is being used, and in the one that follows.
         most = min(self._concurrency, len(world.names))
-        updates.begin(2 * most + (world.job.round.buffer or 1))
+        # Under masks anybody who is not at work may keep a finished update.
+        others = len(world.names) if updates.unmasks else most
+        updates.begin(most + others + (world.job.round.buffer or 1))
 
     def training_begins(self, step: m.Step, cohort: int) -> None:
         """There is room for all who can be at work."""

@@ -23,7 +23,7 @@ from roundtable.core.privacy_table import (
     levels_of,
     masking_of,
 )
-from roundtable.privacy import SamplingModel, central_noise, compose, gaussian_charge
+from roundtable.privacy import SamplingModel, central_noise, compose, gaussian_charge, most_summed
 
 LARGEST_DELTA = 1e-3
 """Of a job, where the policy limits an epsilon and names no delta: near 1 any epsilon is true of anything."""
@@ -99,7 +99,7 @@ def stated_epsilon(job: JobConfig) -> float:
 
 
 def _to_cohort(policy: PolicyTable, job: JobConfig, masked: bool) -> Iterator[str]:
-    size, least = job.cohort.size, policy.minimum_cohort
+    size, least = most_summed(job) if masked else job.cohort.size, policy.minimum_cohort
     demanded = "minimum_cohort" in policy.model_fields_set
     if size is None and demanded and not masked:
         yield (

@@ -111,21 +111,10 @@ _WORDS = (Tells.COHORT, Tells.UPDATE)
 
 EVENTS: Mapping[str, EventKind] = {
     **dict.fromkeys(
-        (
-            "job_submitted",
-            "job_running",
-            "job_waiting",
-            "job_moved",
-            "job_held",
-            "job_released",
-            "job_paused",
-            "job_finished",
-            "job_cancelled",
-            "job_failed",
-            "waiting_for_clients",
-            "budget_spent",
-            "series_over",
-            "metric_missing",
+        _of(
+            Tells.PUBLIC,
+            "job_submitted job_running job_waiting job_moved job_held job_released job_paused job_finished "
+            "job_cancelled job_failed waiting_for_clients budget_spent series_over metric_missing",
         ),
         EventKind(),
     ),
@@ -133,10 +122,13 @@ EVENTS: Mapping[str, EventKind] = {
         (Tells.EVALUATION, Tells.TRAINING), "round {round}: a figure is not defined: " + IN_THE_LOG
     ),
     "client_held": EventKind(detail=_of(Tells.PUBLIC, "silo held")),
-    "round_started": EventKind(
-        (Tells.COHORT,),
-        "round {round}: the cohort is secret",
-        detail={**_of(Tells.COHORT, "cohort steps seconds"), "minimum": Tells.PUBLIC},
+    **dict.fromkeys(
+        ("round_started", "group_formed"),
+        EventKind(
+            (Tells.COHORT,),
+            "round {round}: the cohort is secret",
+            detail={**_of(Tells.COHORT, "cohort steps seconds"), "minimum": Tells.PUBLIC},
+        ),
     ),
     "round_committed": EventKind(
         detail={
@@ -163,7 +155,9 @@ EVENTS: Mapping[str, EventKind] = {
     "client_troubled": EventKind(
         _WORDS, about=True, detail=_of(Tells.UPDATE, "kind action") | {"phase": Tells.COHORT}
     ),
-    "client_offline": EventKind((Tells.COHORT,), about=True),
+    **dict.fromkeys(
+        ("client_offline", "update_ready", "work_let_go"), EventKind((Tells.COHORT,), about=True)
+    ),
     "client_replaced": EventKind((Tells.COHORT,), about=True, detail={"replacement": Tells.COHORT}),
     "update_received": EventKind(
         (Tells.COHORT,),

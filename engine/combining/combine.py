@@ -181,7 +181,7 @@ def _delta_of(
         case Rows(), _:
             return _of_rows(plan, received, state, round, seed, noise, diagnose, root_update)
         case Mean(), _:
-            return _of_mean(received)
+            return _of_mean(received, plan.discount(received.staleness))
         case GroupMeans(), _:
             return _of_groups(plan, received, state, round, seed, diagnose)
 
@@ -275,8 +275,11 @@ def _directions(rows: Rows, seed: int) -> dict[str, str]:
     return {client: text for client, text in texts.items() if text}
 
 
-def _of_mean(mean: Mean) -> RoundDelta:
-    """A mean that was made elsewhere: nobody is excluded from it here, and regions may go on from it."""
+def _of_mean(mean: Mean, left: float) -> RoundDelta:
+    """A mean that was made elsewhere, scaled by what its staleness has left of it.
+
+    Nobody is excluded from it here, and regions may go on from it.
+    """
     if not is_finite(mean.vector):
         raise AggregationError("the mean of the round's updates is not finite")
     account = RoundAccount(
@@ -286,7 +289,8 @@ def _of_mean(mean: Mean) -> RoundDelta:
         training=mean.training,
         before=mean.before,
     )
-    return RoundDelta(mean.vector, ServerState(regions=mean.regions), account)
+    vector = mean.vector if left == 1.0 else mean.vector.mul_(left)
+    return RoundDelta(vector, ServerState(regions=mean.regions), account)
 
 
 def _of_groups(

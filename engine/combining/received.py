@@ -8,7 +8,7 @@ from backends of a simulation that add updates up where they were made.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -48,7 +48,8 @@ class Mean:
     training metrics as (sum, count), `before` those of the model that the round began with; `account` is what
     the round's record says of how the mean was made. `divisor` is by how many the sum was divided, if not by
     those that are in it. `excluded` maps clients whose update was left out where the mean was made to the
-    reason; `regions` are the models with which regions go on by themselves.
+    reason; `regions` are the models with which regions go on by themselves. `staleness` is how many models
+    older than the newest that of all these updates was.
     """
 
     vector: Tensor
@@ -61,6 +62,7 @@ class Mean:
     steps: Mapping[str, int] = field(default_factory=dict)
     excluded: Mapping[str, str] = field(default_factory=dict)
     regions: Mapping[str, RegionModel] = field(default_factory=dict)
+    staleness: int = 0
 
     @classmethod
     def of_secure_sum(cls, mean: SecureMean) -> Mean:
@@ -72,6 +74,10 @@ class Mean:
             before=mean.before,
             divisor=mean.divisor,
         )
+
+    def of_age(self, staleness: int) -> Mean:
+        """The same of updates that were all trained from a model so many models older than the newest."""
+        return replace(self, staleness=staleness)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ that fails leaves its place to whoever is drawn next: nothing else replaces it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from roundtable.core.errors import SiteFailure
@@ -40,6 +40,8 @@ WORK = "work"
 
 class BufferedTraining:
     """The `TrainingPolicy` of jobs with `[round] mode = "buffered"`."""
+
+    _phase = m.TRAIN
 
     def __init__(self, context: JobContext) -> None:
         assert context.job.round.buffer is not None
@@ -160,14 +162,18 @@ class BufferedTraining:
         return any(not assignment.away for assignment in self._state.at_work.values())
 
     def _ask_more(self, now: float) -> None:
-        attempt = self._context.attempt()
         present = sum(not assignment.away for assignment in self._state.at_work.values())
         limit = self._round.concurrency or len(self._population.known())
-        chosen = self._draw(limit - present) if present < limit else []
+        self._ask(self._draw(limit - present) if present < limit else [], now)
+
+    def _ask(self, chosen: Sequence[str], now: float) -> None:
+        attempt = self._context.attempt()
         deadline = now + self._job.cohort.deadline
         for name in chosen:
             self._context.count_selection(name, now)
-            assignment = Assignment(attempt.round, attempt.number, self._state.model, now, deadline)
+            assignment = Assignment(
+                attempt.round, attempt.number, self._state.model, now, deadline, phase=self._phase
+            )
             self._state.at_work[name] = assignment
             self._context.mark(name, "available", now)
             self._instruct(name, assignment, now)

@@ -168,7 +168,8 @@ class SynchronousTraining:
         if summed and not fewest_groups(self._job) and set(summed) <= set(candidates):
             attempt.cohort, attempt.target, attempt.minimum = summed, len(summed), len(summed)
             return self._begin_training(now)
-        candidates = [name for name in candidates if name not in summed] if summed else candidates
+        if apart := {*summed, *self._state.barred}:
+            candidates = [name for name in candidates if name not in apart]
         if min(len(candidates), len(there)) < max(
             least_for_selection(cohort, attempt.settled, self._population), fewest(self._job)
         ):

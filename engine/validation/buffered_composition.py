@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
-from roundtable.core.privacy_table import ClientLevel, DistributedLevel, FtrlLevel, masking_of
+from roundtable.core.privacy_table import ClientLevel, FtrlLevel, masking_of
 
 
 def check_buffered(job: JobConfig) -> None:
     """Raises ConfigError or PrivacyError, naming the key, for what needs rounds that do not overlap."""
     cohort, size = job.cohort, job.round.buffer or 0
     mode = 'round.mode = "buffered"'
-    if masking_of(job.privacy) is not None:
-        raise PrivacyError(
-            f"privacy.secure_aggregation: masks cancel among silos that work on one round together, and with "
-            f"{mode} there is no such round; choose one of the two"
-        )
-    if isinstance(job.privacy, ClientLevel | FtrlLevel | DistributedLevel):
+    _check_masks(job, mode)
+    if isinstance(job.privacy, ClientLevel | FtrlLevel):
         raise PrivacyError(
             f"privacy.level = {job.privacy.level!r}: with {mode} who answers first, and with that who else "
-            "is asked, depends on the silos' data, which the accountant of a noisy sum does not allow; use "
-            '"client_local" or "example", where each silo keeps an account of its own'
+            "is asked, depends on the silos' data, which the accountant of a noisy sum whose cohort is drawn "
+            'does not allow; use "distributed", where each sum is charged without a draw, or "client_local" '
+            'or "example", where each silo keeps an account of its own'
         )
     if cohort.deadline_percentile is not None:
         raise ConfigError(
@@ -40,4 +37,38 @@ def check_buffered(job: JobConfig) -> None:
     if cohort.minimum is not None and cohort.minimum > size:
         raise ConfigError(
             f"cohort.minimum = {cohort.minimum} is above round.buffer = {size}: no round could ever succeed"
+        )
+
+
+def why_not_served(job: JobConfig) -> str:
+    """Why no coordinator and no silo runs the job, which can be simulated; "" where they do."""
+    if job.round.mode != "buffered" or masking_of(job.privacy) is None:
+        return ""
+    return (
+        'round.mode = "buffered" with secure aggregation: agents of silos do not keep finished updates for a '
+        "group; choose one of the two, or simulate it"
+    )
+
+
+def _check_masks(job: JobConfig, mode: str) -> None:
+    """Under masks a buffer is one cohort of silos that trained from one model, perhaps an older one."""
+    masking = masking_of(job.privacy)
+    if masking is None:
+        return
+    with_masks = f"with {mode} and secure aggregation"
+    if masking.group_size is not None:
+        raise PrivacyError(
+            f"privacy.group_size: {with_masks} a buffer is one group, of silos that trained from one model, "
+            'and a rule over groups would have one row; leave it out, and take rule = "mean"'
+        )
+    if job.evaluation.bounds:
+        raise PrivacyError(
+            f"evaluation.bounds: {with_masks} a sum is over silos that began with an older model, and what "
+            "they measure is not of the round's; leave it out, and set evaluation.every = 0"
+        )
+    if job.transfer.up != "float32":
+        raise PrivacyError(
+            f"transfer.up = {job.transfer.up!r}: {with_masks} the round that an update is masked in is not "
+            "known while it is trained, and which values travel follows from the round; set transfer.up = "
+            '"float32"'
         )

@@ -11,7 +11,14 @@ from roundtable.core.layout import Layout
 from roundtable.core.measures.families import families_in
 from roundtable.core.privacy_table import DistributedLevel, Masking, NoPrivacy, masking_of
 from roundtable.engine.selection import quorum
-from roundtable.privacy import SecureRound, fewest_survivors, shared_noise, values_masked, why_not_masked
+from roundtable.privacy import (
+    SecureRound,
+    fewest_survivors,
+    most_summed,
+    shared_noise,
+    values_masked,
+    why_not_masked,
+)
 from roundtable.privacy.secagg import MINIMUM_COHORT, Least, Quantiser, largest_group, overrun
 from roundtable.privacy.secure_round import ROTATED_UP_TO
 
@@ -108,7 +115,7 @@ def _check_ring(job: JobConfig, masking: Masking) -> None:
             f'"{job.aggregation.weighting}": an integer of so few bits has no room for the examples of each '
             'silo; set aggregation.weighting = "uniform", or leave ring_bits out'
         )
-    size = job.cohort.size
+    size = most_summed(job)
     if size is not None:
         room = size if masking.group_size is None else largest_group(masking.group_size, size)
         Quantiser(masking.ring_bits, room, 1, masking.clip_norm)
@@ -160,7 +167,7 @@ def most_bytes(job: JobConfig, sent: Layout) -> int:
 
 def _round(job: JobConfig, sent: Layout, number: int) -> SecureRound:
     """A round of `cohort.size` silos, or of as many as are simulated where the job names no size."""
-    silos = job.cohort.size or job.simulation.clients
+    silos = most_summed(job) or job.simulation.clients
     return SecureRound.of(job, values_masked(job, sent, number), silos, number)
 
 
@@ -179,7 +186,7 @@ def secure_summary(job: JobConfig, sent: Layout) -> str:
         text += f"; these are factors of {sent.size:,} values, and in even rounds {even:,} bytes"
     if masking.group_size is None:
         return text
-    silos = job.cohort.size or job.simulation.clients
+    silos = most_summed(job) or job.simulation.clients
     count = silos // masking.group_size
     many = int(silos * (1 / 3 if masking.corruption is None else masking.corruption))
     chance = 2 ** overrun(silos, many, masking.group_size, parameters.corrupt)
@@ -214,7 +221,7 @@ def _precision(round: SecureRound) -> str:
 
 def _fewest_shares(job: JobConfig) -> int:
     """Computes how many shares of noise make up the promised noise; a sum with fewer must not be unmasked."""
-    if not isinstance(job.privacy, DistributedLevel) or job.cohort.size is None:
+    if not isinstance(job.privacy, DistributedLevel) or most_summed(job) is None:
         return 0
     return shared_noise(job, 1.0, 1).survivors
 
@@ -247,9 +254,10 @@ def _check_groups(job: JobConfig, aggregation: AggregationConfig, size: int) -> 
 
 def _check_secure_rounds(job: JobConfig) -> None:
     cohort = job.cohort
-    if cohort.size is not None and cohort.size < MINIMUM_COHORT:
+    size, key = most_summed(job), "round.buffer" if job.round.mode == "buffered" else "cohort.size"
+    if size is not None and size < MINIMUM_COHORT:
         raise PrivacyError(
-            f"cohort.size = {cohort.size}: a sum of fewer than {MINIMUM_COHORT} silos hides none of them; "
+            f"{key} = {size}: a sum of fewer than {MINIMUM_COHORT} silos hides none of them; "
             "leave secure_aggregation out, or ask more silos"
         )
     if cohort.over_selection != 1.0:

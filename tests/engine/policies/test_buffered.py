@@ -270,11 +270,9 @@ class TestWhatDoesNotGoTogether:
             make_plan(job(mode + text), 100)
         return str(caught.value)
 
-    def test_secure_aggregation(self):
-        text = (
-            "[privacy]\nlevel = 'none'\nsecure_aggregation = true\nclip_norm = 1.0\n[evaluation]\nevery = 0"
-        )
-        assert "masks cancel among silos that work on one round together" in self.refused(text, PrivacyError)
+    def test_sums_of_groups(self):
+        text = "[privacy]\nlevel = 'none'\nsecure_aggregation = true\nclip_norm = 1.0\ngroup_size = 3\n"
+        assert "a buffer is one group" in self.refused(f"{text}[evaluation]\nevery = 0", PrivacyError)
 
     @pytest.mark.parametrize("level", ["client", "dp_ftrl"])
     def test_noise_on_a_sum(self, level):
