@@ -83,7 +83,7 @@ class WorkStarted:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class UpdateReady:
     """A client has trained for `step` (phase `prepare`) and keeps its update until it is asked to mask it."""
 
     client: str

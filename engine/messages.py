@@ -15,8 +15,8 @@ from roundtable.engine.clients import ClientJoined as ClientJoined
 from roundtable.engine.clients import ClientLeft as ClientLeft
 from roundtable.engine.clients import ClientState as ClientState
 from roundtable.engine.clients import Held as Held
-from roundtable.engine.clients import Prepared as Prepared
 from roundtable.engine.clients import Step as Step
+from roundtable.engine.clients import UpdateReady as UpdateReady
 from roundtable.engine.clients import WorkStarted as WorkStarted
 from roundtable.engine.steering import Cancel as Cancel
 from roundtable.engine.steering import MovedInQueue as MovedInQueue
@@ -226,7 +226,7 @@ Event = (
     | ClientLeft
     | ClientHeld
     | WorkStarted
-    | Prepared
+    | UpdateReady
     | UpdateArrived
     | SumArrived
     | Evaluated

@@ -50,7 +50,7 @@ class RoundEngine:
             m.ClientLeft: self._on_left,
             m.ClientHeld: self._on_held,
             m.WorkStarted: self._on_work_started,
-            m.Prepared: self._on_prepared,
+            m.UpdateReady: self._on_prepared,
             m.UpdateArrived: self._on_update,
             m.SumArrived: self._on_sum,
             m.Evaluated: self._on_evaluated,
@@ -258,7 +258,7 @@ class RoundEngine:
             if self._context.stands_in_line(event.client, event.step, event.state == "queued", now):
                 self._phases.work_began(event.step, now)
 
-    def _on_prepared(self, event: m.Prepared, now: float) -> None:
+    def _on_prepared(self, event: m.UpdateReady, now: float) -> None:
         given = self.state.at_work.get(event.client)
         if event.step.phase == m.PREPARE and given is not None and given.step == event.step:
             self._phases.prepared(event.client, now)

@@ -227,7 +227,7 @@ class Driver:
             return
         if due.step.phase == m.PREPARE:
             self._work.prepared[due.index] = row, answer
-            self._handle(m.Prepared(answer.client, due.step))
+            self._handle(m.UpdateReady(answer.client, due.step))
             return
         transfer = self._updates.transfer_of(answer.client, due.step.round)
         if transfer is not None:

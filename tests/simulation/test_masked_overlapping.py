@@ -118,7 +118,7 @@ def test_each_group_is_one_release_without_amplification(masked):
     assert result.status == "finished"
     for number, record in enumerate(result.history.records, start=1):
         charge = Charge.from_json(record.charge["charge"])
-        assert charge.sampling == {"sampling": "none"}
+        assert charge.sampling == "none"
         assert record.charge["epsilon"] == pytest.approx(compose([charge] * number, 1e-5))
 
 

@@ -23,7 +23,7 @@ def masked(size=3, concurrency=None, rounds=4, clients="abcdef", cohort="", **mo
 
 def prepare(driver, *names):
     for name in names:
-        driver.send(m.Prepared(name, driver.engine.state.at_work[name].step))
+        driver.send(m.UpdateReady(name, driver.engine.state.at_work[name].step))
 
 
 def upload(driver, *names):

@@ -161,13 +161,13 @@ class MaskedMachine(RuleBasedStateMachine):
     def prepare(self, name: str) -> None:
         if name in self.working:
             self.ready[name] = self.working.pop(name)
-            self.act(m.Prepared(name, self.ready[name][0]))
+            self.act(m.UpdateReady(name, self.ready[name][0]))
 
     @rule(name=names, round=st.integers(1, 3), phase=st.sampled_from([m.PREPARE, m.TRAIN]))
     def odd_prepared(self, name: str, round: int, phase: str) -> None:
         step = m.Step(round, 1, phase)
         if self.working.get(name, (None,))[0] != step:
-            self.act(m.Prepared(name, step))
+            self.act(m.UpdateReady(name, step))
 
     @rule(name=names)
     def upload(self, name: str) -> None:
