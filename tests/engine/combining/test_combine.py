@@ -353,7 +353,7 @@ def test_secure_aggregation_needs_little() -> None:
             r"stop\.metric = 'loss' .* \(evaluation\.bounds: accuracy\)",
         ),
         (SUMMED + NOISY, "more than the noise allows; leave bounds out and set evaluation.every = 0"),
-        (SUMMED + '[round]\nmode = "buffered"\nbuffer = 3\n' + SECURE, "masks cancel among silos"),
+        (SUMMED + '[round]\nmode = "buffered"\nbuffer = 3\n' + SECURE, "evaluation.bounds: with round.mode"),
         (QUIET + SECURE + '[aggregation]\nrule = "median"', "only their mean can be had"),
         (QUIET + SECURE + '[aggregation]\npre = [{ name = "nnm", f = 1 }]', "1 pre-aggregations"),
         (QUIET + SECURE + '[aggregation]\nweighting = "inverse_loss"', "nor its loss"),
