@@ -10,15 +10,21 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from blake3 import blake3
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from roundtable.core.errors import TaskError
 from roundtable.core.extras import load
+from roundtable.core.foundation.four_bits import PRECISION as FOUR_BITS
+from roundtable.core.foundation.four_bits import check_four_bits, four_bits, pin_scales
+from roundtable.core.machine.process_facts import group_memory, physical_memory
 
 BASES = "ROUNDTABLE_BASES"
 """The environment variable that names folders of models: a base is looked for below them, and nowhere else
@@ -27,6 +33,9 @@ PURPOSE = "fine-tuning a pretrained model"
 _NOT_OF_THE_MODEL = ("transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache")
 _OF_CALLS = ("padding", "truncation")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES[FOUR_BITS] = torch.bfloat16
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, FOUR_BITS: 0.5}
+"""Of a weight, at least."""
 
 
 def library(name: str) -> Any:
@@ -76,25 +85,70 @@ class BaseModel:
             )
         return found
 
-    def check_length(self, length: int) -> None:
-        """TaskError for more positions than the model was made for: some models would say nothing."""
+    def check_length(self, length: int, positions: int) -> None:
+        """TaskError for more positions than the model was made for: some models would say nothing.
+
+        `positions` are those that a row of `length` tokens takes, a prefix before it among them.
+        """
         most = getattr(self.config, "max_position_embeddings", None)
-        if most is not None and length > most:
+        if most is not None and positions > most:
+            before = f" and {positions - length} virtual tokens before it" if positions > length else ""
             raise TaskError(
-                f"length = {length}: the base {self.name!r} has {most} positions; set length to that or less"
+                f"length = {length}{before}: the base {self.name!r} has {most} positions; set length to "
+                f"{max(0, most - positions + length)} or less"
             )
+
+    @cached_property
+    def values(self) -> int:
+        """How many values its weights have, by the heads of its safetensors files; 0 where there are none."""
+        index = self.folder / "model.safetensors.index.json"
+        try:
+            known = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+            files = {*known.values()} or {"model.safetensors"}
+            total = 0
+            for file in sorted(files):
+                with safetensors.safe_open(self.folder / file, framework="pt") as opened:
+                    total += sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+        except (OSError, SafetensorError, ValueError, KeyError, AttributeError):
+            return 0  # What is wrong, loading says.
+        return total
+
+    def check_memory(self, precision: str) -> None:
+        """TaskError where the weights alone are more than this machine, or the group of processes, may hold;
+        with what would fit."""
+        known = [each for each in (physical_memory(), group_memory("max")) if each is not None]
+        most = min(known, default=None)
+        if most is None or self.values * _BYTES[precision] <= most:
+            return
+        fitting = [
+            f'precision = "{name}" ({self.values * size / 1e9:.3g} GB)'
+            for name, size in _BYTES.items()
+            if self.values * size <= most and size < _BYTES[precision]
+        ]
+        taken = self.values * _BYTES[precision] / 1e9
+        raise TaskError(
+            f"base {self.name!r}: its {self.values:,} weights take {taken:.3g} GB in {precision}, and this "
+            f"machine has {most / 1e9:.3g} GB for them; "
+            + (f"{' or '.join(fitting)} would fit" if fitting else "no precision fits: take a smaller base")
+        )
 
     def load(self, precision: str) -> nn.Module:
         """The model with its weights, all there and all finite. TaskError otherwise."""
-        auto = library("transformers").AutoModelForCausalLM
+        self.check_memory(precision)
+        transformers = library("transformers")
+        how: dict[str, Any] = {}
+        if precision == FOUR_BITS:
+            check_four_bits()
+            how = four_bits(transformers)
         try:
-            model, told = auto.from_pretrained(
+            model, told = transformers.AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 dtype=_DTYPES[precision],
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                **how,
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise TaskError(f"base {self.name!r} cannot be loaded: {error}") from error
@@ -110,6 +164,8 @@ class BaseModel:
                     f"base {self.name!r}: {name!r} holds NaN or infinity in {precision}; another precision, "
                     "or another copy of the file, may help"
                 )
+        if precision == FOUR_BITS:
+            pin_scales(model)
         return model  # type: ignore[no-any-return]
 
     def pins(self) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """A task that fine-tunes a causal language model of Hugging Face's libraries.
 
 LoRA is Hu et al. 2022 (equation 3); FFA-LoRA, in which A is frozen and common to all, Sun et al. 2024
-(section 4); averaging both factors is FedIT (Zhang et al. 2024, algorithm 1). DPO is Rafailov et al. 2023.
+(section 4); averaging both factors is FedIT (Zhang et al. 2024, algorithm 1). Prefix tuning is Li and Liang
+2021 (section 4.2, without its reparametrisation); DPO Rafailov et al. 2023.
 """
 
 from __future__ import annotations
@@ -27,14 +28,22 @@ from roundtable.core.foundation.preferences import (
     preference_rows,
     rewards,
 )
+from roundtable.core.foundation.prefix import PROMPT, check_prefix
 from roundtable.core.foundation.text_files import Text, read_texts
-from roundtable.core.foundation.token_rows import IGNORED, Learn, TokenRows, packed, tokens_of
+from roundtable.core.foundation.token_rows import (
+    IGNORED,
+    Learn,
+    TokenRows,
+    logits_of,
+    packed,
+    tokens_of,
+)
 from roundtable.core.measures.measured import perplexity
 from roundtable.core.task import Dataset, Site, Task
 
-Method = Literal["lora", "ffa_lora", "dora", "ia3", "full"]
+Method = Literal["lora", "ffa_lora", "dora", "ia3", "prefix", "full"]
 Objective = Literal["sft", "dpo"]
-Precision = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["float32", "bfloat16", "float16", "nf4"]
 PINNED = "pinned"
 """The part of the model that holds digests of what all parties must have alike."""
 
@@ -44,11 +53,13 @@ class HuggingFaceTask(Task):
 
     `base` is a folder, or a name in the cache of each party; `length` the tokens of a row; `method` what
     trains, with `rank`, `alpha` (the scale is alpha/rank), `dropout` and `targets` (names of modules, or
-    "all-linear"; None: those that peft chooses for this kind of model) for adapters. `precision` is that of
-    the frozen base; adapters are float32. `learn` says whether the answers alone of chats and of prompts are
-    learnt; `template` is a chat template in the place of the tokenizer's. `test_share` of the texts, the
-    last ones, are kept for evaluation where no other are given. `objective` is "sft", the next token, or
-    "dpo", preferences between two answers, whose `beta` holds the model to the base.
+    "all-linear"; None: those that peft chooses for this kind of model) for adapters. `virtual_tokens` is the
+    length of a prefix, whose keys and values go before those of a row in each layer. `precision` is that of
+    the frozen base, "nf4" 4 bits by bitsandbytes, on CUDA alone; adapters are float32. `learn` says whether
+    the answers alone of chats and of prompts are learnt; `template` is a chat template in the place of the
+    tokenizer's. `test_share` of the texts, the last ones, are kept for evaluation where no other are given.
+    `objective` is "sft", the next token, or "dpo", preferences between two answers, whose `beta` holds the
+    model to the base.
     """
 
     def __init__(
@@ -67,6 +78,7 @@ class HuggingFaceTask(Task):
         test_share: float = 0.1,
         objective: Objective = "sft",
         beta: float = 0.1,
+        virtual_tokens: int = 20,
     ) -> None:
         for name, value, known in (
             ("method", method, Method),
@@ -79,6 +91,35 @@ class HuggingFaceTask(Task):
                     f"task: {name} = {value!r}; choose one of {', '.join(get_args(known))}",
                     key=("task", name),
                 )
+        if method == "prefix" and targets is not None:
+            raise ConfigError(
+                f'task: targets = {targets!r} with method = "prefix": a prefix is before every layer, and '
+                "has no targets; leave them out",
+                key=("task", "targets"),
+            )
+        if method == "prefix" and checkpointing:
+            raise ConfigError(
+                'task: method = "prefix" with checkpointing = true: a prefix is a cache of keys and values, '
+                "which layers that are computed again do not take (peft refuses it); set checkpointing = "
+                'false, or method = "lora"',
+                key=("task", "checkpointing"),
+            )
+        if precision == "nf4" and method in ("ia3", "prefix"):
+            why = {
+                "ia3": "over 4 bits peft's layers give values of another precision than the model's",
+                "prefix": "whether a base takes one is tried where it is loaded, in main memory, and 4 bits "
+                "work on a GPU alone",
+            }
+            raise ConfigError(
+                f'task: method = "{method}" with precision = "nf4": {why[method]}; set precision = '
+                '"bfloat16", or method = "lora"',
+                key=("task", "precision"),
+            )
+        if virtual_tokens < 1:
+            raise ConfigError(
+                f"task: virtual_tokens = {virtual_tokens}; a prefix has one token at least",
+                key=("task", "virtual_tokens"),
+            )
         if length < 2 or rank < 1 or not 0 <= test_share < 1 or not 0 <= dropout < 1 or not alpha > 0:
             raise ConfigError(
                 "task: length must be at least 2, rank at least 1, alpha above 0, test_share and dropout "
@@ -112,6 +153,12 @@ class HuggingFaceTask(Task):
         self.test_share = test_share
         self.objective: Objective = objective
         self.beta = beta
+        self.virtual_tokens = virtual_tokens
+
+    @property
+    def positions(self) -> int:
+        """How many positions of the model a row takes."""
+        return self.length + (self.virtual_tokens if self.method == "prefix" else 0)
 
     @cached_property
     def pretrained_base(self) -> BaseModel:
@@ -129,7 +176,7 @@ class HuggingFaceTask(Task):
                 "models without weights: train it in the one process of an agent without [cluster]"
             )
         found = self.pretrained_base
-        found.check_length(self.length)
+        found.check_length(self.length, self.positions)
         model: Any = found.load(self.precision)
         seed = torch.initial_seed()
         if self.method != "full":
@@ -137,6 +184,8 @@ class HuggingFaceTask(Task):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = adapted(model, self.adapter_config())
+        if self.method == "prefix":
+            check_prefix(model)
         if self.method == "ffa_lora":
             for name, parameter in model.named_parameters():
                 if ".lora_A." in name:
@@ -154,6 +203,8 @@ class HuggingFaceTask(Task):
         peft = library("peft")
         if self.method == "ia3":
             return peft.IA3Config(task_type="CAUSAL_LM", target_modules=self.targets)
+        if self.method == "prefix":
+            return peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.virtual_tokens)
         return peft.LoraConfig(
             task_type="CAUSAL_LM",
             r=self.rank,
@@ -207,13 +258,13 @@ class HuggingFaceTask(Task):
     def rows(self, texts: Sequence[Text]) -> TokenRows:
         """The texts as packed rows of tokens; preferences as two rows each."""
         found = self.pretrained_base
-        found.check_length(self.length)
+        found.check_length(self.length, self.positions)
         tokenizer, filler = found.tokenizer, int(found.tokenizer.eos_token_id)
         if self.objective == "dpo":
             pairs = (preference_of(tokenizer, text) for text in texts)
             return preference_rows(pairs, self.length, filler)
         tokens = (tokens_of(tokenizer, text, self.learn) for text in texts)
-        return packed(tokens, self.length, filler)
+        return packed(tokens, self.length, filler, apart=self.method == "prefix")
 
     @override
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -271,7 +322,7 @@ class HuggingFaceTask(Task):
     def _token_losses(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Of each token that is learnt: its loss in float32, and whether it was the likeliest."""
         tokens, labels, positions = batch
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, :-1]
+        logits = logits_of(model, tokens, positions)[:, :-1]
         wanted = labels[:, 1:]
         learnt = wanted != IGNORED
         values, truth = logits[learnt].float(), wanted[learnt]
@@ -295,6 +346,8 @@ def adapted(model: nn.Module, config: Any) -> Any:
 
 def plain_name(name: str) -> str:
     """An adapter's tensor as its file names it: without the name that the adapter has in memory."""
+    if name == PROMPT:
+        return "prompt_embeddings"
     magnitude = ".lora_magnitude_vector.default.weight"
     if name.endswith(magnitude):
         return name.removesuffix(".default.weight")

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from roundtable.core.errors import TaskError
 from roundtable.core.foundation.text_files import Text
-from roundtable.core.foundation.token_rows import IGNORED, TokenRows, plain_ids
+from roundtable.core.foundation.token_rows import IGNORED, TokenRows, logits_of, plain_ids
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def rewards(model: nn.Module, rows: Any, beta: float) -> Tensor:
 def log_probabilities(model: nn.Module, rows: Any) -> Tensor:
     """log π(y|x), summed over the tokens of each answer, float32 of the shape of `rows` less its last."""
     tokens, labels, positions = (part.flatten(0, 1) for part in rows)
-    logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, :-1]
+    logits = logits_of(model, tokens, positions)[:, :-1]
     losses = functional.cross_entropy(
         logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="none"
     )

@@ -22,6 +22,7 @@ from roundtable.core.errors import ConfigError, EncodingError, TaskError
 from roundtable.core.foundation.base_model import find_base, library
 from roundtable.core.foundation.huggingface_task import PINNED, HuggingFaceTask, adapted, plain_name
 from roundtable.core.foundation.logits_program import check_onnx, write_program
+from roundtable.core.foundation.prefix import PROMPT
 from roundtable.core.initial_model import whole_model
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, model_digest
@@ -63,6 +64,16 @@ def publish(
     if kind == "peft" and task.method == "full":
         raise ConfigError(
             'all weights were trained (method = "full"), which is no adapter: --format transformers'
+        )
+    if kind != "peft" and task.method == "prefix":
+        raise ConfigError(
+            f'a prefix (method = "prefix") is no change of weights, and no model can be made of it: '
+            f"--format peft, not {kind}"
+        )
+    if kind != "peft" and task.precision == "nf4":
+        raise ConfigError(
+            'precision = "nf4": adapters are merged in float32, and this base is in 4 bits, so that the '
+            f"merged model would be another: --format peft, not {kind}"
         )
     if kind == "onnx":
         check_onnx()
@@ -125,8 +136,11 @@ def _write_merged(model: Any, task: HuggingFaceTask, kind: Format, folder: Path)
 
 def base_digest(layout: Layout) -> str:
     """One digest of all frozen weights of the base, whatever is trained over it."""
+    # Over a prefix the base is not wrapped a second time.
+    prefix = any(spec.name == PROMPT for spec in layout.averaged)
+    outer = ("base_model.", "base_model.model.") if prefix else ("", "")
     values = {
-        plain_name(spec.name).replace(".base_layer.", "."): spec.digest
+        outer[1] + plain_name(spec.name).replace(".base_layer.", ".").removeprefix(outer[0]): spec.digest
         for spec in layout.frozen
         if not spec.name.startswith(f"{PINNED}.") and ".lora_" not in spec.name
     }
@@ -193,7 +207,7 @@ def _compare(values: Mapping[str, Tensor], expected: Mapping[str, Tensor], folde
         if value.shape != expected[name].shape:
             raise EncodingError(
                 f"{folder}: {name!r} has shape {list(value.shape)}, and the base and {CONFIG} ask for "
-                f"{list(expected[name].shape)}: another rank, or another base"
+                f"{list(expected[name].shape)}: another rank or length of a prefix, or another base"
             )
         if not bool(value.isfinite().all()):
             raise EncodingError(f"{folder}: {name!r} holds NaN or infinity")
@@ -219,6 +233,8 @@ def _card(job: JobConfig, task: HuggingFaceTask, model: Model, base: str, kind: 
     )
     silos = ", ".join(told.silos) or "not told"
     signed = f"signed by {told.signer}: {STATEMENT}" if told.statement else "no coordinator has signed for it"
+    if task.method == "prefix":
+        trained += f" of {task.virtual_tokens} virtual tokens"
     if task.objective == "dpo":
         trained += f"; DPO, beta {task.beta:g}"
     lines = {

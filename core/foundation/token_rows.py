@@ -8,6 +8,7 @@ that is does not matter.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -83,8 +84,23 @@ def _chat(tokenizer: Any, messages: list[dict[str, str]], learn: Learn) -> Token
     return Tokens(ids, learnt, False)
 
 
-def packed(texts: Iterable[Tokens], length: int, filler: int) -> TokenRows:
+def logits_of(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    """[rows, length, vocabulary] of such rows.
+
+    With a prefix a model has a cache, and tells no texts apart: rows are of one text each then, whose
+    positions follow those of the prefix by themselves.
+    """
+    config = getattr(model, "active_peft_config", None)
+    if config is None or not config.is_prompt_learning:
+        return model(input_ids=tokens, position_ids=positions, use_cache=False).logits  # type: ignore[no-any-return]
+    with warnings.catch_warnings():  # peft's own way of handing a prefix over.
+        warnings.filterwarnings("ignore", message=".*past_key_values.*", category=FutureWarning)
+        return model(input_ids=tokens, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def packed(texts: Iterable[Tokens], length: int, filler: int, *, apart: bool = False) -> TokenRows:
     """Rows of `length` tokens with the texts in their order; rows from which nothing is learnt are left out.
+    `apart`: no row holds more than one text.
 
     A plain text goes on in the next row, from position 0. One of questions and answers stays whole; what is
     longer than a row is cut there, and said.
@@ -110,6 +126,8 @@ def packed(texts: Iterable[Tokens], length: int, filler: int) -> TokenRows:
 
     for text in texts:
         ids, learnt = list(text.ids), list(text.learnt)
+        if apart and tokens:
+            close()
         if not text.may_be_cut:
             cut += len(ids) > length
             ids, learnt = ids[:length], learnt[:length]

@@ -80,6 +80,13 @@ PREFERENCES = f"""
 """
 
 
+PREFIX = """
+    def __init__(self):
+        base = str(Path(__file__).with_name("base"))
+        super().__init__(base, length=40, method="prefix", virtual_tokens=4)
+"""
+
+
 @asynccontextmanager
 async def two_silos(folder: Path, more: str = "") -> AsyncIterator[tuple[str, Path]]:
     """A coordinator with the clients of the simulation as silos; `more` follows in the task's class."""
@@ -97,12 +104,14 @@ async def two_silos(folder: Path, more: str = "") -> AsyncIterator[tuple[str, Pa
 
 
 @pytest.mark.slow
-async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path) -> None:
+@pytest.mark.parametrize("own", ["", PREFIX], ids=["lora", "prefix"])
+async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path, own: str) -> None:
+    (folder / "toy.py").write_text(TASK.format(length=POSITIONS) + own)
     job = JobConfig.model_validate(TABLE)
     result = simulated(folder)
     # Before there is a coordinator, whose loop the import of transformers would hold.
     model = initial_model(job, load_task("toy.py", folder))
-    async with two_silos(folder) as (address, _):
+    async with two_silos(folder, own) as (address, _):
         status, _, final = await asyncio.to_thread(run_job, (address, folder), job, model)
         words = ["--coordinator", address, "--credentials", str(folder / "operator")]
         words += ["--task", str(folder), "-o", str(folder / "adapter")]
@@ -127,7 +136,7 @@ async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path) -> No
     assert statement["model"] in card
     assert "silo 1, silo 2 |" in (folder / "simulated" / "README.md").read_text()
     perplexities = [record["token_perplexity"] for record in result.history]
-    assert perplexities[-1] < perplexities[0] < 250
+    assert perplexities[-1] < perplexities[0] < 259  # Of chance.
 
 
 @pytest.mark.slow
@@ -243,7 +252,7 @@ def mixed(folder: Path, name: str, backend: str = "sequential", rank: int = 8, *
 def test_silos_of_different_ranks_learn_one_model(folder: Path, name: str) -> None:
     result = mixed(folder, name)
     perplexities = [record["token_perplexity"] for record in result.history]
-    assert perplexities[-1] < perplexities[0] < 250
+    assert perplexities[-1] < perplexities[0] < 259  # Of chance.
     assert all(0 <= record["train_merge_error"] < 1.5 for record in result.history)
     again = mixed(folder, name, "processes")
     assert torch.equal(again.model.vector, result.model.vector)

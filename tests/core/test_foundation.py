@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ import safetensors.torch
 import torch
 from tiny_bases import POSITIONS, TEMPLATE, byte_tokenizer, sentences, write_base
 
+from roundtable.client.worker.executor import _difference
 from roundtable.core import Layout, Site, initial_state
 from roundtable.core.errors import ConfigError, LayoutError, TaskError
+from roundtable.core.foundation import base_model, four_bits
 from roundtable.core.foundation.base_model import BASES, find_base
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask, plain_name
 from roundtable.core.foundation.text_files import Text, read_texts
@@ -33,7 +36,8 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task_of(base: Path, **settings: Any) -> HuggingFaceTask:
-    return HuggingFaceTask(str(base), length=POSITIONS, **settings)
+    length = POSITIONS - 4 if settings.get("method") == "prefix" else POSITIONS
+    return HuggingFaceTask(str(base), length=length, virtual_tokens=4, **settings)
 
 
 def copy_of(base: Path, target: Path, **config: Any) -> Path:
@@ -55,7 +59,7 @@ def test_the_libraries_are_imported_by_those_who_use_them_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("method", ["lora", "ffa_lora", "dora", "ia3"])
+@pytest.mark.parametrize("method", ["lora", "ffa_lora", "dora", "ia3", "prefix"])
 def test_what_travels_is_what_an_adapters_file_holds(
     kind: str, method: Any, request: pytest.FixtureRequest
 ) -> None:
@@ -135,10 +139,15 @@ def test_a_base_that_is_not_whole_or_not_finite_is_refused(llama: Path, gpt2: Pa
 
 def test_settings_that_make_no_sense_are_refused(llama: Path) -> None:
     for settings, said in (
-        ({"method": "prefix"}, "choose one of lora"),
+        ({"method": "prompt"}, "choose one of lora"),
+        ({"method": "prefix", "checkpointing": True}, "which layers that are computed again do not take"),
         ({"precision": "int4"}, "choose one of float32"),
         ({"method": "full", "precision": "bfloat16"}, "rounded away"),
         ({"rank": 0}, "rank at least 1"),
+        ({"method": "full", "precision": "nf4"}, "rounded away"),
+        ({"method": "ia3", "precision": "nf4"}, 'set precision = "bfloat16", or method = "lora"'),
+        ({"method": "prefix", "precision": "nf4"}, "work on a GPU alone"),
+        ({"method": "prefix", "targets": "all-linear"}, "has no targets"),
     ):
         with pytest.raises(ConfigError, match=said):
             task_of(llama, **settings)  # type: ignore[arg-type]
@@ -258,6 +267,155 @@ def test_texts_are_shared_out_and_the_last_ones_kept_for_tests(llama: Path, tmp_
     assert [*training, *test] == sentences(20)
     with pytest.raises(TaskError, match=r"\[data\] table"):
         task.texts(Site("one"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_prefix_is_before_each_text_and_takes_positions(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row holds one text, whose losses are those of the text alone behind keys and values made by hand."""
+    import transformers
+
+    base = request.getfixturevalue(kind)
+    task = task_of(base, method="prefix", learn="all")
+    model: Any = initial_state(task, 1)
+    model.eval()
+    texts = ["A first text.", "Another one, somewhat longer.", "x" * 70]
+    rows = task.rows(texts)
+    assert [int((row != IGNORED).sum()) for row in rows.labels] == [13, 29, 59, 10]
+    found, _ = task._token_losses(model, rows)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    (prefix,) = (p for p in model.parameters() if p.requires_grad)
+    heads = prefix.view(4, 2, 2, 2, 16).permute(1, 2, 3, 0, 4)  # layers, (key, value), heads, tokens, width
+    by_hand = []
+    for row, labels in zip(rows.tokens, rows.labels, strict=True):
+        layers = [(layer[0][None], layer[1][None]) for layer in heads]
+        cache = transformers.DynamicCache(layers)
+        logits = plain(input_ids=row[None], past_key_values=cache).logits[0, :-1]
+        learnt = labels[1:] != IGNORED
+        by_hand.append(torch.nn.functional.cross_entropy(logits[learnt], row[1:][learnt], reduction="none"))
+    torch.testing.assert_close(found, torch.cat(by_hand), rtol=1e-5, atol=1e-5)
+    with pytest.raises(TaskError, match=r"and 5 virtual tokens before it: .* set length to 59 or less"):
+        HuggingFaceTask(str(base), POSITIONS, "prefix", virtual_tokens=5).model()
+    # A model that drops what it is given, as some do.
+    monkeypatch.setattr(type(plain), "forward", forgetful(type(plain).forward))
+    with pytest.raises(TaskError, match="leaves a prefix out without a word"):
+        task.model()
+
+
+def forgetful(forward: Any) -> Any:
+    def without(self: Any, *given: Any, past_key_values: Any = None, **named: Any) -> Any:
+        return forward(self, *given, **named)
+
+    return without
+
+
+def test_half_precision_that_overflows_is_refused_with_the_precision(llama: Path, tmp_path: Path) -> None:
+    """A weight of 1e5 is one in float32 and bfloat16, and infinity in float16."""
+    large = copy_of(llama, tmp_path / "large")
+    state = safetensors.torch.load_file(large / "model.safetensors")
+    state["model.norm.weight"][3] = 1e5
+    safetensors.torch.save_file(state, large / "model.safetensors", {"format": "pt"})
+    for precision in ("float32", "bfloat16"):
+        task_of(large, precision=precision).model()
+    with pytest.raises(TaskError, match=r"norm.weight' holds NaN or infinity in float16; another precision"):
+        task_of(large, precision="float16").model()
+
+
+def test_a_base_that_does_not_fit_into_memory_is_refused_with_what_fits(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = find_base(str(llama)).values
+    assert values == sum(p.numel() for p in find_base(str(llama)).load("float32").parameters())
+    for room, precision, said in (
+        (4, "float32", ""),
+        (2, "float32", r'take \S+ GB in float32.*has \S+ GB for them; precision = "bfloat16" .* would fit'),
+        (1, "bfloat16", r'for them; precision = "nf4" \(\S+ GB\) would fit'),
+        (0.25, "float16", "no precision fits: take a smaller base"),
+    ):
+        monkeypatch.setattr(base_model, "physical_memory", lambda room=room: int(values * room))
+        if not said:
+            task_of(llama, precision=precision).model()
+            continue
+        with pytest.raises(TaskError, match=said):
+            task_of(llama, precision=precision).model()
+    monkeypatch.setattr(base_model, "physical_memory", lambda: None)
+    task_of(llama).model()
+
+
+def test_another_major_version_of_transformers_or_special_token_is_another_model(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a silo it is refused by name before anything is trained."""
+    import transformers
+
+    job = Layout.of(initial_state(task_of(llama), 1))
+    other = copy_of(llama, tmp_path / "other")
+    said = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps({**said, "eos_token": "<s>"}))
+    mine = Layout.of(initial_state(task_of(other), 1))
+    assert "'pinned.tokenizer' is float32 [32] (frozen with values" in _difference(mine, job)
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    mine = Layout.of(initial_state(task_of(llama), 1))
+    assert mine.fingerprint != job.fingerprint
+    assert re.search(r"'pinned\.transformers_\d+' is absent here", _difference(mine, job))
+
+
+def test_four_bits_are_refused_where_they_cannot_be(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before round 1: with the value, the machine's lack, and what else to set."""
+    task = task_of(llama, precision="nf4")
+    monkeypatch.setattr(four_bits.torch.cuda, "is_available", lambda: False)
+    for there, said in (
+        (None, "is not installed on this machine.*pip install bitsandbytes"),
+        (True, "needs a CUDA GPU"),
+    ):
+        monkeypatch.setattr(four_bits, "find_spec", lambda name, there=there: there)
+        with pytest.raises(TaskError, match=rf'precision = "nf4" .*{said}.*set precision = "bfloat16"'):
+            initial_state(task, 1)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", ["lora", "ffa_lora", "dora"])
+def test_a_base_in_four_bits_is_frozen_and_pinned(
+    kind: str, method: Any, device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters alone travel, and train; what 4-bit values mean is the same at all parties, or refused."""
+    pytest.importorskip("bitsandbytes")
+    if device == "cpu":  # As far as it works there: the values are rounded on the CPU anyway.
+        monkeypatch.setattr(four_bits.torch.cuda, "is_available", lambda: True)
+    base = request.getfixturevalue(kind)
+    task = task_of(base, method=method, precision="nf4")
+    model: Any = initial_state(task, 1)
+    layout = Layout.of(model)
+    assert {spec.dtype for spec in layout.averaged} == {"float32"}
+    assert {spec.rule for spec in layout.tensors} == {"average", "frozen"}
+    assert "uint8" in {spec.dtype for spec in layout.frozen}
+    assert (
+        layout.fingerprint
+        == Layout.of(initial_state(task_of(base, method=method, precision="nf4"), 1)).fingerprint
+    )
+    model.to(device).train()
+    rows = [part.to(device) for part in task.rows(["hello world, this is a text"])]
+    chance = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    losses = []
+    for _ in range(8):
+        chance.zero_grad()
+        losses.append(task.loss(model, rows))
+        losses[-1].backward()
+        chance.step()
+    assert losses[-1] < losses[0]
+    layout.check_frozen(model.state_dict())
+    with torch.no_grad():
+        scales = next(
+            value for name, value in model.named_parameters() if name.endswith("scales_of_four_bits")
+        )
+        scales[0] += 1
+    with pytest.raises(LayoutError, match="scales_of_four_bits"):
+        layout.check_frozen(model.state_dict())
 
 
 def test_targets_that_the_base_lacks_are_refused(llama: Path) -> None:

@@ -37,7 +37,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(base: Path, **settings: Any) -> tuple[JobConfig, HuggingFaceTask, Model]:
     """A job's model as the coordinator has it, without what is frozen, and some training done."""
-    table = {"name": "roundtable:HuggingFaceTask", "base": str(base), "length": POSITIONS, **settings}
+    length = POSITIONS // 2  # A prefix has positions of its own.
+    table = {"name": "roundtable:HuggingFaceTask", "base": str(base), "length": length, **settings}
     job = JobConfig.model_validate({"task": table, "cohort": {"size": 2}})
     task = HuggingFaceTask(**job.task.parameters)
     model = initial_model(job, task)
@@ -58,7 +59,7 @@ def expected_of(job: JobConfig, task: HuggingFaceTask, model: Model) -> torch.Te
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("method", ["lora", "ffa_lora", "dora", "ia3", "full"])
+@pytest.mark.parametrize("method", ["lora", "ffa_lora", "dora", "ia3", "prefix", "full"])
 def test_the_libraries_load_what_is_written(bases: Path, kind: str, method: str, tmp_path: Path) -> None:
     import peft
     import transformers
@@ -66,12 +67,15 @@ def test_the_libraries_load_what_is_written(bases: Path, kind: str, method: str,
     base = bases / kind
     job, task, model = trained(base, method=method)
     wanted = expected_of(job, task, model)
-    publish(job, task, model, tmp_path / "whole", "transformers", STORY)
     auto = transformers.AutoModelForCausalLM
-    torch.testing.assert_close(
-        logits_of(auto.from_pretrained(tmp_path / "whole")), wanted, rtol=1e-4, atol=1e-5
-    )
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "whole").decode([1]) == "</s>"
+    if method == "prefix":
+        with pytest.raises(ConfigError, match=r"no change of weights.*--format peft, not transformers"):
+            publish(job, task, model, tmp_path / "whole", "transformers", STORY)
+    else:
+        publish(job, task, model, tmp_path / "whole", "transformers", STORY)
+        whole = auto.from_pretrained(tmp_path / "whole")
+        torch.testing.assert_close(logits_of(whole), wanted, rtol=1e-4, atol=1e-5)
+        assert transformers.AutoTokenizer.from_pretrained(tmp_path / "whole").decode([1]) == "</s>"
     if method == "full":
         with pytest.raises(ConfigError, match="no adapter"):
             publish(job, task, model, tmp_path / "adapter", "peft", STORY)
@@ -94,6 +98,7 @@ def test_nothing_that_is_written_names_this_machine_or_a_silo(bases: Path, tmp_p
     assert "epsilon 3 at delta 0.001" in card
     assert "silo 1, silo 2 |" in card
     assert "base_model: llama" in card
+    assert "| trained | lora, rank 8, alpha 16;" in card
     assert "signed by coordinator: provenance.json" in card
     assert (tmp_path / "peft" / "provenance.json").read_text() == STORY.statement + "\n"
     with pytest.raises(ConfigError, match="not empty"):
@@ -174,6 +179,9 @@ def test_a_model_is_put_over_its_own_base_alone(bases: Path, tmp_path: Path) -> 
     _, other, _ = trained(bases / "other")
     with pytest.raises(LayoutError, match=r"model\.embed_tokens"):
         publish(job, other, model, tmp_path / "out", "peft", STORY)
+    half = HuggingFaceTask(**{**job.task.parameters, "precision": "nf4"})
+    with pytest.raises(ConfigError, match=r"base is in 4 bits.*--format peft, not transformers"):
+        publish(job, half, model, tmp_path / "out", "transformers", STORY)
     broken = replace(model, vector=model.vector.clone().index_fill_(0, torch.tensor([7]), float("nan")))
     with pytest.raises(EncodingError, match="NaN"):
         publish(job, trained(bases / "llama")[1], broken, tmp_path / "out", "peft", STORY)
