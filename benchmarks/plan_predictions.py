@@ -4,11 +4,12 @@
     python benchmarks/plan_predictions.py --world 4 --turns 9 --json
     python benchmarks/plan_predictions.py --cpu         # beside other work
 
-Rates and links are measured by the ranks as a silo's are, before the steps of each model, and the plans of a
-model take their steps in turn, so that what else the machine does meets all of them. Given are for each plan
-the prediction over the median, and for each pair of a model's plans whether the one that was predicted to be
-faster was; pairs that differ by less than a tenth when measured count for neither side. With `--cpu` rates
-and steps are both in seconds of a rank's CPU time, which other work touches less than the clock.
+Rates and links are measured by the ranks as a silo's are, before each turn of a model's plans and after the
+last: a prediction is the median over those measurements. Plans take their steps in turn, so that what else
+the machine does meets all of them. Given are for each plan the prediction over the median, and for each pair
+of a model's plans whether the one that was predicted to be faster was; pairs that differ by less than a tenth
+when measured count for neither side. With `--cpu` rates and steps are both in seconds of a rank's CPU time,
+which other work touches less than the clock.
 """
 
 from __future__ import annotations
@@ -133,20 +134,22 @@ def predicted_and_measured(
         # The one step under the profiler is not what is timed here.
         trainers[name].sampler._wanted = False
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
-    guesses: dict[str, list[StepTime]] = {name: [] for name in trainers}
+    measured_links = []
     for turn in range(turns + 1):
-        rates = rates_of(resources, "float32", measure_links(device, world, clock=clock))
+        measured_links.append(measure_links(device, world, clock=clock))
         for name, trainer in trainers.items():
             ends = [0.0]
             batches = trainer.batches(data, turn + 1)
             trainer.fit(batches, turn + 1, RoundProgress(), lambda report, ends=ends: ends.append(clock()))
             if turn:
-                guess = step_time(probe, sums, trainer.strategy, model.batch, rates, resources)
-                guesses[name].append(guess)
                 seconds[name] += [end - begin for begin, end in pairwise(ends[1:])]
+    measured_links.append(measure_links(device, world, clock=clock))
+    rates = [rates_of(resources, "float32", links) for links in measured_links]
     found = {}
-    for name in trainers:
-        terms = [asdict(guess) for guess in guesses[name]]
+    for name, trainer in trainers.items():
+        terms = [
+            asdict(step_time(probe, sums, trainer.strategy, model.batch, each, resources)) for each in rates
+        ]
         guess = StepTime(**{term: statistics.median(each[term] for each in terms) for term in terms[0]})
         measured = statistics.median(seconds[name])
         # A rank that waits for other stages takes no CPU time.
