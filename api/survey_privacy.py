@@ -16,12 +16,14 @@ from roundtable.core.toml_tables import Finite, Table
 from roundtable.privacy import compose, solve_noise, sums_charge
 
 LEVEL = "example"
+LOCAL = "local"
 RELATION = "add_remove"
 DELTA = 1e-6
 _OTHER_LEVELS = {
     "client": "it hides a whole silo, and noise as large as all rows of a silo leaves nothing",
     "dp_ftrl": "it correlates noise over rounds, and a survey under privacy has one",
-    "distributed": "sums travel in digits, and the sum of each digit tells more than the sum that they make",
+    "distributed": "it hides a whole silo by shares of noise; masks go with each silo's own noise, by "
+    "secure_aggregation = true beside [privacy]",
     "client_local": "it hides a whole silo, and noise as large as all rows of a silo leaves nothing",
 }
 
@@ -35,6 +37,22 @@ def _known_level(level: Any) -> Any:
     return level
 
 
+def _known_noise(noise: Any) -> Any:
+    if noise == "distributed":
+        raise ValueError(
+            "'distributed': the accountant bounds shares of noise for vectors whose norm is clipped and "
+            "checked behind random rounding (Kairouz, Liu & Steinke 2021, section 4.2). A silo's sums have "
+            "no such norm: only how far one row moves them is bounded, and two neighbouring tables rounded "
+            "so have no proven distance; and the sum of each digit, in which numbers travel, tells more than "
+            "the sum that they make. Leave noise out: each silo adds all that hides its rows"
+        )
+    if noise != LOCAL:
+        raise ValueError(
+            f'{noise!r}: noise = "local" is what there is: each silo adds all that hides its rows'
+        )
+    return noise
+
+
 class SurveyPrivacyTable(Table):
     """`[privacy]` of a survey: one row more or less in a silo's table is hidden, by noise that the silo adds
     to its sums itself."""
@@ -45,6 +63,10 @@ class SurveyPrivacyTable(Table):
     epsilon: Finite = Field(gt=0, le=20, description="what the whole survey costs each silo's rows")
     delta: Finite = Field(
         DELTA, le=1e-3, description="probability with which epsilon may fail: well below 1 / rows"
+    )
+
+    noise: Annotated[str, BeforeValidator(_known_noise)] = Field(
+        LOCAL, description="local: each silo adds all the noise that hides its rows, before masks"
     )
 
     @field_validator("delta")
@@ -74,13 +96,25 @@ class QuestionCost:
 @dataclass(frozen=True)
 class SurveyPlan:
     """What a survey costs each silo's rows, in so many rounds. Questions share one mechanism, so that their
-    costs add up to less than their sum."""
+    costs add up to less than their sum. `masked`: nobody sees the noisy sums of a single silo."""
 
     epsilon: float
     delta: float
     noise_multiplier: float
     rounds: int
     questions: tuple[QuestionCost, ...]
+    masked: bool = False
+
+    @property
+    def trust(self) -> str:
+        """Whom the guarantee rests on, and what masks add to it, in words."""
+        own = "each silo adds all the noise that hides its rows before anything leaves it, and trusts nobody"
+        if not self.masked:
+            return f"{own}; the coordinator sees each silo's noisy sums"
+        return (
+            f"{own}; its noisy sums are masked besides, so that the coordinator sees their total alone while "
+            "secure aggregation holds. The epsilon does not rest on the masks, nor on who else is honest"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -95,11 +129,14 @@ class SurveyPlan:
             "delta": self.delta,
             "noise_multiplier": self.noise_multiplier,
             "rounds": self.rounds,
+            "noise": LOCAL,
+            "secure_aggregation": self.masked,
+            "trust": self.trust,
             "questions": questions,
         }
 
 
-def cost_of(survey: Survey, table: SurveyPrivacyTable) -> SurveyPlan:
+def cost_of(survey: Survey, table: SurveyPrivacyTable, masked: bool) -> SurveyPlan:
     """The plan of a survey that was made with the table's noise."""
     noise, costs = table.noise_multiplier, []
     for question, share in zip(survey.questions, survey.shares or (), strict=True):
@@ -110,7 +147,7 @@ def cost_of(survey: Survey, table: SurveyPrivacyTable) -> SurveyPlan:
             blocks[name.rstrip("0123456789")] = question.spread(name)
         costs.append(QuestionCost(question.title, question.ask, alone, blocks))
     whole = compose([sums_charge(noise)], table.delta)
-    return SurveyPlan(whole, table.delta, noise, survey.rounds, tuple(costs))
+    return SurveyPlan(whole, table.delta, noise, survey.rounds, tuple(costs), masked)
 
 
 def privacy_of(job: JobConfig, guarantee: bool) -> dict[str, Any] | None:

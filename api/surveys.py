@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from roundtable.client.analysis_task import OwnAnalysis
 from roundtable.core import extras
@@ -48,8 +48,10 @@ class SurveyFile(Table):
     least_count: int = Field(
         LEAST_COUNT, ge=1, le=10**6, description="fewest rows of a cell or group that is told of"
     )
-    secure_aggregation: bool = Field(
-        True, description="mask sums, so that nobody sees those of a single silo; takes three silos"
+    secure_aggregation: bool | None = Field(
+        None,
+        description="mask sums, so that nobody sees those of a single silo; takes three silos. Default: "
+        "true; with [privacy] false",
     )
     privacy: SurveyPrivacyTable | None = Field(
         None, description="differential privacy: each silo adds noise that hides each of its rows"
@@ -80,23 +82,10 @@ class SurveyFile(Table):
         """The task of its job."""
         return JobTaskTable.model_validate({**self.parameters, "name": self.code or "analysis"})
 
-    @model_validator(mode="after")
-    def _masks_or_noise(self) -> SurveyFile:
-        if (
-            self.privacy is not None
-            and self.secure_aggregation
-            and "secure_aggregation" in self.model_fields_set
-        ):
-            raise ValueError(
-                "secure_aggregation = true and [privacy]: each silo's own noise hides its rows from "
-                "everybody, and such sums are not masked besides; leave secure_aggregation out"
-            )
-        return self
-
     @property
     def masked(self) -> bool:
         """Whether its sums are masked."""
-        return self.secure_aggregation and self.privacy is None
+        return self.privacy is None if self.secure_aggregation is None else self.secure_aggregation
 
     def asked(self) -> dict[str, Any]:
         """What is asked: the keys of the job's [algorithm]."""
@@ -270,7 +259,7 @@ def survey_job(survey: SurveyFile, silos: int) -> JobConfig:
         name=name,
         tables=tables,
         task=survey.task,
-        privacy=None if noisy is None else noisy.model_dump(),
+        privacy=None if noisy is None else noisy.model_dump(exclude={"noise"}),
     )
 
 
@@ -323,7 +312,7 @@ def survey_plan(survey: SurveyFile) -> SurveyPlan:
             "row; add [privacy] with epsilon"
         )
     table = AnalysisTable.model_validate({"name": "analysis", **survey.asked()})
-    return cost_of(table.survey, survey.privacy)
+    return cost_of(table.survey, survey.privacy, survey.masked)
 
 
 def _with_names(text: str, survey: SurveyFile) -> str:

@@ -69,13 +69,25 @@ _PUBLIC = "the silos' test data are public, so that metrics on them may leave"
 
 @dataclass(frozen=True)
 class Masking:
-    """How updates are masked so that the coordinator sees sums alone (secure aggregation)."""
+    """How updates are masked so that the coordinator sees sums alone (secure aggregation).
 
-    clip_norm: float
+    `clip_norm` is None for sums of records, whose digits are masked as they are.
+    """
+
+    clip_norm: float | None
     group_size: int | None
     corruption: float | None
     dropout_tolerance: float
     ring_bits: int
+
+
+def _check_mask_keys(table: NoPrivacy | ExampleLevel, keys: tuple[str, ...], more: str = "") -> None:
+    """ValueError for keys of masks in a table that asks for none."""
+    for key in keys:
+        if not table.secure_aggregation and getattr(table, key) != type(table).model_fields[key].default:
+            raise ValueError(
+                f"{key} belongs to secure aggregation: set secure_aggregation = true, or leave it out{more}"
+            )
 
 
 class NoPrivacy(Table):
@@ -104,13 +116,8 @@ class NoPrivacy(Table):
                 "clip_norm is missing: secure aggregation rounds updates of a bounded norm; a first guess is "
                 "the median norm of an update"
             )
-        plain = NoPrivacy.model_construct()
-        for key in ("clip_norm", "group_size", "corruption", "dropout_tolerance", "ring_bits"):
-            if not self.secure_aggregation and getattr(self, key) != getattr(plain, key):
-                raise ValueError(
-                    f"{key} belongs to secure aggregation: set secure_aggregation = true, or leave it out; "
-                    "a guarantee needs a level other than none"
-                )
+        keys = ("clip_norm", "group_size", "corruption", "dropout_tolerance", "ring_bits")
+        _check_mask_keys(self, keys, "; a guarantee needs a level other than none")
         return self
 
 
@@ -191,7 +198,10 @@ class ClientLocalLevel(NoisyLevel):
 
 
 class ExampleLevel(NoisyLevel):
-    """One record inside a silo is hidden (DP-SGD at the silo)."""
+    """One record inside a silo is hidden (DP-SGD at the silo, or noise on sums of its records).
+
+    Sums of records may be masked besides: ε is that of the silo's own noise, whoever breaks the masks.
+    """
 
     unit: ClassVar[Literal["client", "example"]] = "example"
 
@@ -201,6 +211,16 @@ class ExampleLevel(NoisyLevel):
         None, description="expected examples of a step; default: [algorithm] batch_size"
     )
     local_steps: Count | None = Field(None, description="steps a round; default: as [algorithm] says")
+    secure_aggregation: bool = Field(
+        False, description="of an analysis: mask the noisy sums, so that nobody sees those of a single silo"
+    )
+    corruption: Share | None = Field(None, description=_CORRUPTION)
+    dropout_tolerance: Share = Field(DROPOUT_TOLERANCE, description=_DROPOUTS)
+
+    @model_validator(mode="after")
+    def _masked_keys(self) -> ExampleLevel:
+        _check_mask_keys(self, ("corruption", "dropout_tolerance"))
+        return self
 
 
 class DistributedLevel(NoisyLevel):
@@ -328,6 +348,8 @@ def masking_of(privacy: NoPrivacy | Private) -> Masking | None:
             | NoPrivacy(secure_aggregation=True, clip_norm=float(norm), ring_bits=bits)
         ):
             return Masking(norm, privacy.group_size, privacy.corruption, privacy.dropout_tolerance, bits)
+        case ExampleLevel(secure_aggregation=True):
+            return Masking(None, None, privacy.corruption, privacy.dropout_tolerance, LARGEST_RING)
         case _:
             return None
 

@@ -45,11 +45,11 @@ def analysis_job(
         stop, rounds = {}, questions.rounds
         protected = {**privacy, "noise_multiplier": table.noise_multiplier, "clip_norm": 1.0}
     if masked:
-        protected |= {
-            "secure_aggregation": True,
-            "clip_norm": math.ceil(exact_norm(questions.sum_places.size + 1, table.most_silos)) * 1.0,
-        }
+        protected["secure_aggregation"] = True
         validation = {}
+    if masked and privacy is None:
+        norm = exact_norm(questions.sum_places.size + 1, table.most_silos)
+        protected["clip_norm"] = math.ceil(norm) * 1.0
     local = {"clients": silos, "data": {table.table: [*tables]}, "backend": "sequential"} if tables else {}
     values = {
         "task": "analysis" if task is None else task.model_dump(mode="json"),

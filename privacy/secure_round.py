@@ -50,7 +50,7 @@ from roundtable.privacy.secagg import (
 from roundtable.privacy.secagg.masks import Ring, wire_bytes
 from roundtable.privacy.secagg.parameters import FULL_GRAPH_UP_TO, MINIMUM_COHORT
 from roundtable.privacy.secagg.quantise import Rotate
-from roundtable.privacy.shared_sample import most_summed, sample_key, shared_sample
+from roundtable.privacy.shared_sample import most_summed, sample_key, shared_sample, why_not_masked
 
 ROTATED_UP_TO = 16
 """Rings of so many bits are too coarse for updates as they are."""
@@ -107,6 +107,11 @@ class SecureRound:
         masking = masking_of(job.privacy)
         if masking is None:
             raise PrivacyError("this job asks for no secure aggregation: its updates travel one by one")
+        added = job.algorithm.most_added()
+        norm = exact_norm(columns, added) if masking.clip_norm is None else masking.clip_norm
+        if masking.clip_norm is None and not added:
+            raise PrivacyError(why_not_masked(job))
+        masking = replace(masking, clip_norm=norm)
         uniform = job.aggregation.weighting == "uniform"
         rotation = derive_seed(job.seed, round, "rotation").to_bytes(8, "little")
         drawn = (shared_sample(job), sample_key(job, round))
@@ -124,10 +129,9 @@ class SecureRound:
         bounds = job.evaluation.before(round)
         tested = (Metric(f"{_BEFORE}{name}", bounds[name], LARGEST_TEST) for name in sorted(bounds))
         tally = Tally.of(parameters, (Metric(_LOSS, LOSS_BOUND, bound), *tested))
-        added = job.algorithm.most_added()
-        if added and masking.clip_norm < exact_norm(columns, added):
+        if added and norm < exact_norm(columns, added):
             raise PrivacyError(
-                f"privacy.clip_norm = {masking.clip_norm:g}: digits of exact sums are not clipped, and their "
+                f"privacy.clip_norm = {norm:g}: digits of exact sums are not clipped, and their "
                 f"norm may be {exact_norm(columns, added):g}; `roundtable analyse` sets it"
             )
         found = replace(cls(parameters, columns, uniform, tally, None, rotation, bounds, *drawn), added=added)
@@ -306,7 +310,7 @@ def _parameters(
         )
     ring: dict[str, Any] = {
         "ring_bits": ring_bits,
-        "clip_norm": masking.clip_norm,
+        "clip_norm": 1.0 if masking.clip_norm is None else masking.clip_norm,
         "weight_bound": weight_bound,
     }
     corruption = colluding_share(job, hidden_among)

@@ -8,7 +8,7 @@ from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.encodings.assembly import foreign_stages
 from roundtable.core.encodings.sparse import RandomK
 from roundtable.core.layout import Layout
-from roundtable.core.privacy_table import DistributedLevel, masking_of
+from roundtable.core.privacy_table import DistributedLevel, ExampleLevel, masking_of
 
 
 def shared_sample(job: JobConfig) -> RandomK | None:
@@ -49,6 +49,12 @@ def values_masked(job: JobConfig, layout: Layout, round: int) -> int:
 def why_not_masked(job: JobConfig) -> str:
     """Why updates that travel as the job says cannot be masked and added up; "" where they can."""
     transfer = job.transfer
+    if isinstance(job.privacy, ExampleLevel) and not job.releases_sums:
+        return (
+            'privacy.secure_aggregation with privacy.level = "example": the update of a training by DP-SGD '
+            "has no bounded norm, by which masks would round it; masks go with the sums of an analysis: "
+            "leave secure_aggregation out"
+        )
     said = f"transfer.up = {transfer.up!r} under secure aggregation"
     if transfer.up == "float32":
         return ""

@@ -120,6 +120,7 @@ def _planned(survey: SurveyFile, as_json: bool) -> int:
         f"{'1 round' if plan.rounds == 1 else f'{plan.rounds} rounds'}; noise is on counts, and on sums of "
         "columns scaled to [-1, 1]; over n silos it is √n times as large"
     )
+    say(f"  trust: {plan.trust}")
     return 0
 
 
@@ -198,7 +199,9 @@ def show(findings: SurveyAnswers) -> None:
     masked = "their sums were masked" if findings.masked else "each one's sums were seen"
     if (privacy := findings.privacy) is not None:
         cost = f"epsilon = {privacy['epsilon']:.4g} at delta = {privacy['delta']:g}"
-        masked = f"each hid its rows by noise ({cost}, a row is there or not)"
+        masked = f"each hid its rows by noise ({cost}, a row is there or not)" + (
+            ", and their noisy sums were masked" if findings.masked else ""
+        )
     many = "1 round" if findings.rounds == 1 else f"{findings.rounds} rounds"
     say(f"{findings.name}: {findings.silos} silos, {many}; {masked}.")
     if privacy is not None and not privacy["guarantee"]:

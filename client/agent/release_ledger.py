@@ -295,7 +295,7 @@ class LedgerReleases:
 
     `model` identifies the values that the update was trained from, and `pay` charges the silo's account for
     a sum with noise; `asked` is what an analysis uses. All are None for an attempt that is taken up after its
-    vector was masked.
+    vector was masked. `noisy`: the vector has noise of its own, and was paid for as that was drawn.
     """
 
     def __init__(
@@ -304,8 +304,10 @@ class LedgerReleases:
         model: str | None = None,
         pay: Callable[[], None] | None = None,
         asked: AskedColumns | None = None,
+        noisy: bool = False,
     ) -> None:
         self._ledger = ledger
+        self._noisy = noisy or pay is not None
         self._model = model
         self._pay = pay
         self._asked = asked
@@ -314,7 +316,7 @@ class LedgerReleases:
         """See `Releases`."""
         assert self._model is not None, "a restored attempt has masked its vector already"
         model = self._model if self._asked is None else f"{self._model} of {cohort.session.job}"
-        self._ledger.mask(cohort, model, noisy=self._pay is not None, pay=self._pay, asked=self._asked)
+        self._ledger.mask(cohort, model, noisy=self._noisy, pay=self._pay, asked=self._asked)
 
     def unmask(self, cohort: Cohort, survivors: Iterable[int]) -> None:
         """See `Releases`."""

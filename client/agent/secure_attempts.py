@@ -184,7 +184,8 @@ class SecureAttempts:
         except PrivacyError as error:
             raise WorkFailed("refused", str(error)) from error
         asked = asked_columns(self._config.policy.analyses, job)
-        releases = LedgerReleases(self._ledger, model, self._payment(step, job, round), asked)
+        pay = self._payment(step, job, round)
+        releases = LedgerReleases(self._ledger, model, pay, asked, noisy=job.releases_sums)
         with refusing():
             self._ledger.begin(step)
         self.forget_job(step.job)

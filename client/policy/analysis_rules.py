@@ -57,9 +57,10 @@ class AskedColumns:
 
 
 def asked_columns(rules: AnalysesTable, job: JobConfig) -> AskedColumns | None:
-    """Of an analysis; None for any other job."""
+    """Of an analysis whose sums are exact; None for any other job. With noise in each silo's sums the
+    difference of two of them tells no more than both cost."""
     asked = job.algorithm
-    if not isinstance(asked, AnalysisTable):
+    if not isinstance(asked, AnalysisTable) or job.releases_sums:
         return None
     return AskedColumns(asked.table, tuple(sorted(asked.survey.needed)), rules.silos_apart)
 

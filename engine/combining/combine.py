@@ -181,7 +181,7 @@ def _delta_of(
         case Rows(), _:
             return _of_rows(plan, received, state, round, seed, noise, diagnose, root_update)
         case Mean(), _:
-            return _of_mean(received, plan.discount(received.staleness))
+            return _of_mean(plan, received, round, noise)
         case GroupMeans(), _:
             return _of_groups(plan, received, state, round, seed, diagnose)
 
@@ -275,17 +275,18 @@ def _directions(rows: Rows, seed: int) -> dict[str, str]:
     return {client: text for client, text in texts.items() if text}
 
 
-def _of_mean(mean: Mean, left: float) -> RoundDelta:
+def _of_mean(plan: Plan, mean: Mean, round: int, noise: NoiseSource) -> RoundDelta:
     """A mean that was made elsewhere, scaled by what its staleness has left of it.
 
     Nobody is excluded from it here, and regions may go on from it.
     """
+    left = plan.discount(mean.staleness)
     if not is_finite(mean.vector):
         raise AggregationError("the mean of the round's updates is not finite")
     account = RoundAccount(
         excluded=mean.excluded,
         weights=mean.weights,
-        charge=mean.account,
+        charge={**_noise_of_silos(plan, round, noise), **mean.account},
         training=mean.training,
         before=mean.before,
     )

@@ -107,7 +107,8 @@ def _check_ratios(job: JobConfig, hidden: str) -> None:
 
 def _check_ring(job: JobConfig, masking: Masking) -> None:
     """Small rings hold a sum of few levels: a weight each would take most of them."""
-    if isinstance(job.privacy, DistributedLevel) or masking.ring_bits > ROTATED_UP_TO:
+    norm = masking.clip_norm
+    if isinstance(job.privacy, DistributedLevel) or masking.ring_bits > ROTATED_UP_TO or norm is None:
         return
     if job.aggregation.weighting != "uniform":
         raise PrivacyError(
@@ -118,7 +119,7 @@ def _check_ring(job: JobConfig, masking: Masking) -> None:
     size = most_summed(job)
     if size is not None:
         room = size if masking.group_size is None else largest_group(masking.group_size, size)
-        Quantiser(masking.ring_bits, room, 1, masking.clip_norm)
+        Quantiser(masking.ring_bits, room, 1, norm)
 
 
 def sums_exactly(job: JobConfig) -> bool:

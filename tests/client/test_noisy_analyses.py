@@ -4,102 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from federation import NAMES, Federation, agents, federation_of, silo
+from federation import NAMES, agents, federation_of
+from noisy_silos import BEGAN, SURVEY, answered, offering, wait_for_silos, write
 
 from roundtable.cli.main import run as run_command
+from roundtable.client.agent.silo_log import NAME
 from roundtable.client.policy.analysis_rules import AnalysesTable
-from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.policy.privacy_rules import privacy_objections
-from roundtable.client.training.local_training import train
-from roundtable.client.training.local_work import Execution, LocalWork
-from roundtable.client.training.silo_account import Protection, payment
-from roundtable.client.worker.kept_release import KeptRelease
 from roundtable.core.algorithms.known_algorithms import make_algorithm
-from roundtable.core.config import JobConfig, override_job
+from roundtable.core.config import override_job
 from roundtable.core.errors import ConfigError, PrivacyError, ProtocolError
+from roundtable.core.evidence.audit_log import read_log
+from roundtable.core.identity.credentials import CA_CERTIFICATE
 from roundtable.core.initial_model import initial_model
-from roundtable.core.tables.silo_tables import SiloTables
-from roundtable.core.task import Site, load_task
+from roundtable.core.task import load_task
 from roundtable.operator import OperatorClient
 from roundtable.privacy import compose, sums_charge, sums_charges
 from roundtable.privacy.example_level import SiloAccount
 from roundtable.simulation import simulate
 from roundtable.surveys import analyse, load_survey, survey_job, survey_plan
 
-SURVEY = """
-table = "people"
-
-[privacy]
-epsilon = 0.4
-delta = 1e-6
-
-[columns.age]
-least = 0
-most = 120
-
-[columns.ill]
-kind = "category"
-values = ["no", "yes"]
-
-[[questions]]
-name = "ages"
-ask = "describe"
-columns = ["age"]
-
-[[questions]]
-ask = "histogram"
-column = "age"
-by = "ill"
-
-[[questions]]
-name = "trees"
-ask = "boosted_trees"
-outcome = "ill"
-on = ["age"]
-cuts = "equal"
-rounds = 2
-"""
-
-
-BEGAN = {"algorithm/seen": torch.ones(1)}
-"""What a silo keeps of an analysis that it began: nothing of its rows."""
-
-
-def write(folder: Path, asked: str = SURVEY) -> Path:
-    """A survey beside the files of three silos; the last of each has a row that is none."""
-    lines = [asked, "[silos]"]
-    for place, name in enumerate(NAMES):
-        ages = np.random.default_rng(place).integers(20, 90, 200)
-        rows = [f"{age},{'yes' if age > 60 else 'no'}" for age in ages]
-        (folder / f"{name}.csv").write_text("\n".join(["age,ill", *rows, "999,perhaps"]) + "\n")
-        lines.append(f'{name} = "{name}.csv"')
-    (folder / "survey.toml").write_text("\n".join(lines))
-    return folder / "survey.toml"
-
-
-def offering(federation: Federation, name: str, policy: PolicyTable) -> AgentConfig:
-    data = {"people": {"file": f"{name}.csv"}}
-    return replace(silo(federation, name), tasks={"analysis": "analysis"}, data=data, policy=policy)
-
-
-def wait_for_silos(operator: OperatorClient) -> None:
-    while sum(client.online for client in operator.clients()) < len(NAMES):
-        time.sleep(0.01)
-
 
 async def test_each_silo_adds_its_noise_and_both_ledgers_are_charged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two surveys of three silos; a budget of the coordinator's stops a third before any silo is asked."""
+    """Two surveys of three silos, the second one masked besides, which costs the same; a budget of the
+    coordinator's stops a third before any silo is asked."""
     survey = write(tmp_path)
     plan = survey_plan(load_survey(survey))
     one = sums_charge(plan.noise_multiplier)
@@ -113,8 +50,9 @@ async def test_each_silo_adds_its_noise_and_both_ledgers_are_charged(
             async with agents(*silos):
                 await asyncio.to_thread(wait_for_silos, operator)
                 for times in (1, 2):
-                    report = ["--report", str(tmp_path / "report.json")]
-                    code = await asyncio.to_thread(run_command, ["analyse", str(survey), *told, *report])
+                    more = ["--report", str(tmp_path / "report.json")]
+                    more += ["--set", "secure_aggregation=true"] if times == 2 else []
+                    code = await asyncio.to_thread(run_command, ["analyse", str(survey), *told, *more])
                     said = capsys.readouterr()
                     assert code == 0, said.err
                     found.append(json.loads(said.out))
@@ -140,30 +78,17 @@ async def test_each_silo_adds_its_noise_and_both_ledgers_are_charged(
     assert [each["answers"][2]["answered"] for each in found] == [True, True]
     assert (privacy["relation"], privacy["guarantee"]) == ("add_remove", True)
     ages = [each["answers"][0]["values"]["age"]["all"] for each in found]
+    assert [each["secure_aggregation"] for each in found] == [False, True]
+    lines = (tmp_path / "state" / "alder" / NAME).read_text().splitlines()
+    log = read_log(lines, (tmp_path / "ca" / CA_CERTIFICATE).read_bytes(), "agent").entries
+    masked = [entry.detail["masked"] for entry in log if entry.action == "answered"]
+    assert masked == [False] * 3 + [True] * 3
     assert ages[0]["count"] != ages[1]["count"], "new noise for each survey"
     for each in ages:
         # Six standard deviations of noise: once in 10^9 surveys outside.
         noise = plan.questions[0].noise["rows"] * 3**0.5
         assert abs(each["count"] - 603) < 6 * noise, "of the row that is none the age counts as the most"
         assert each["count_interval"][1] - each["count_interval"][0] <= 2 * 1.96 * noise + 1e-6
-
-
-def answered(
-    job: JobConfig, folder: Path, attempt: int, table: Path, round: int = 1, vector: Any = None
-) -> Any:
-    """What a silo sends in an attempt, as its training process makes it; its account is in `folder`."""
-    name = "alder"
-    task, algorithm = load_task("analysis", folder), make_algorithm(job.algorithm)
-    model = initial_model(job, task)
-    sent, kept = (model.vector, None) if vector is None else (vector, BEGAN)
-    work = LocalWork(job, model.layout, sent, round, name, kept, algorithm, alone=True)
-    protection = Protection(
-        payment(folder / "privacy", "one-job", round, attempt, None, None),
-        release=KeptRelease(folder / "jobs" / "one-job" / f"released-{round}.safetensors"),
-    )
-    data = task.data(Site(name, options={"people": {"file": str(table)}}))
-    assert isinstance(data, SiloTables)
-    return train(task, task.weights(), data, work, Execution(protection=protection))  # type: ignore[union-attr]
 
 
 def test_who_asks_again_is_sent_the_same_and_pays_once(tmp_path: Path) -> None:
@@ -287,8 +212,9 @@ def test_a_plan_says_what_a_survey_costs_and_local_files_are_a_rehearsal(
     spans = [each["ages"]["age"]["all"]["count_interval"] for each in (found, again)]
     assert spans[1][1] - spans[1][0] < spans[0][1] - spans[0][0]
     for wrong, message in (
-        ({"privacy.level": "distributed"}, "the sum of each digit"),
-        ({"secure_aggregation": True}, "leave secure_aggregation out"),
+        ({"privacy.level": "distributed"}, "it hides a whole silo by shares"),
+        ({"privacy.noise": "distributed"}, "the sum of each digit"),
+        ({"privacy.noise": "none"}, '"local" is what there is'),
         ({"privacy.delta": 0.5}, "delta"),
     ):
         with pytest.raises(ConfigError, match=message):

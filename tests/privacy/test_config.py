@@ -34,7 +34,7 @@ def test_keys_without_a_level_are_refused(key: str) -> None:
     [
         ("none", "epsilon", "'client' or 'client_local' or 'example' or 'distributed' or 'dp_ftrl'"),
         ("client", "batch_size", "'example'"),
-        ("client", "secure_aggregation", "'none'"),
+        ("client", "secure_aggregation", "'none' or 'example'"),
         ("client_local", "clipping", "'client'"),
         ("example", "bands", "'dp_ftrl'"),
         ("distributed", "separation", "'dp_ftrl'"),
@@ -89,11 +89,13 @@ def test_each_level_needs_a_bound_and_a_delta(level: str, key: str) -> None:
         privacy_from(table)
 
 
-def test_masking_is_asked_for_at_level_none_and_part_of_level_distributed() -> None:
+def test_masking_is_asked_for_at_levels_none_and_example_and_part_of_distributed() -> None:
     plain = privacy_from({"level": "none", "secure_aggregation": True, "clip_norm": 2.0, "group_size": 3})
     assert masking_of(plain) == Masking(2.0, 3, None, 0.3, 32)
     noisy = privacy_from({**GOOD, "level": "distributed", "corruption": 0.1})
     assert masking_of(noisy) == Masking(1.0, None, 0.1, 0.3, 24)
+    sums = privacy_from({**GOOD, "level": "example", "secure_aggregation": True, "dropout_tolerance": 0.1})
+    assert masking_of(sums) == Masking(None, None, None, 0.1, 32)
     assert masking_of(privacy_from(GOOD)) is None
     assert masking_of(NoPrivacy()) is None
 

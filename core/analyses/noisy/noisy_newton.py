@@ -8,6 +8,10 @@ Errors. The last step goes from b to b + H⁻¹ g, with noise N on the gradient 
 first order what that is off by is H⁻¹ (s + N + D e): s is the score of the sample at the truth, with variance
 H, and e what b was off by, whose variance the step before gave. So the variance is
 H⁻¹ (H + σ² + E[D e eᵀ D]) H⁻¹.
+
+That holds where the last step ends near the maximum. Under perfect separation there is none, and each step
+is about as long as the one before, at least 1 in the linear predictor: so there is no answer where the last
+step changes a coefficient by more than 1, and by more than the errors of both ends explain.
 """
 
 from __future__ import annotations
@@ -33,6 +37,12 @@ from roundtable.core.tables.table_reading import DataTable
 _STEPS = 4
 _LONGEST = 3.0
 """The most that a coefficient of a scaled column changes in a step: noise may make it a leap."""
+_RESTLESS = (
+    "the fit did not come to rest in its steps: a column may tell the outcome for certain (perfect "
+    "separation), so that its coefficient has no limit"
+)
+_SEEN = 3.0
+"""Standard deviations of its noise that what the fit explains has to reach."""
 _SHARES = {"gradient": 3.0, "last_gradient": 4.0, "hessian": 3.0, "last_hessian": 2.0, "start": 1.0}
 """What first and last steps count when the budget is divided. Coverage and width were tried for several:
 the last gradient decides the errors, earlier steps have to come near the maximum at all."""
@@ -81,6 +91,11 @@ class NoisyNewton(NoisyProducts):
         """With which to begin, the slopes being 0: `share` is the mean of what `start` adds up."""
         raise NotImplementedError
 
+    def unseen(self, rows: float, total: float, noise: float) -> str:
+        """Why nothing can be explained of outcomes with this noisy sum, all of them in units of the most that
+        one may be; "" where something can."""
+        raise NotImplementedError
+
     @property
     @override
     def blocks(self) -> Mapping[str, SumBlock]:
@@ -105,7 +120,7 @@ class NoisyNewton(NoisyProducts):
     @override
     def public(self) -> Mapping[str, Shape]:
         width = len(self.terms) + 1
-        return {"start": (3,), "slopes": (width,), "covariance": (width, width), "least": (1,)}
+        return {"start": (3,), "slopes": (width,), "covariance": (width, width), "least": (1,), "rest": (1,)}
 
     @override
     def added_at(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
@@ -151,21 +166,28 @@ class NoisyNewton(NoisyProducts):
             step *= min(1.0, _LONGEST / max(float(np.abs(step).max()), _LONGEST))
         middle = hessian + noise**2 * np.eye(width)
         middle += blur**2 * np.einsum("ijk,jl,mlk->im", self._map, public["covariance"], self._map)
+        covariance = inverse @ middle @ inverse
+        explained = 2 * np.sqrt(np.maximum(np.diag(covariance + public["covariance"]), 0.0))
         return {
             "slopes": public["slopes"] + step,
-            "covariance": inverse @ middle @ inverse,
+            "covariance": covariance,
             "least": clear,
+            "rest": float((np.abs(step) / np.maximum(explained, 1.0)).max()),
         }
 
     @override
     def answer(self, public: Arrays) -> Answer:
+        n, noise = float(public["start"][0]), self.spread("start", self.silos(public))
+        if why := self.unseen(n, float(public["start"][1]), noise):
+            return Answer(self.title, self.ask, why=why)
         if public["least"][0] < 1.0 or not (np.diag(public["covariance"]) > 0).all():
             return Answer(self.title, self.ask, why=DROWNED)
+        if public["rest"][0] > 1.0:
+            return Answer(self.title, self.ask, why=_RESTLESS)
         units = np.diag([1.0, *(1 / self._half)])
         units[0, 1:] = -self._middle / self._half
         estimates = units @ public["slopes"]
         errors = np.sqrt(np.diag(units @ public["covariance"] @ units.T))
-        n, noise = float(public["start"][0]), self.spread("start", self.silos(public))
         values = {
             "n": n,
             "n_interval": count_interval(n, noise),
@@ -210,6 +232,14 @@ class NoisyLogistic(NoisyNewton):
     @override
     def intercept(self, share: float, offset: float) -> float:
         return float(special.logit(min(max(share, 0.02), 0.98)))
+
+    @override
+    def unseen(self, rows: float, total: float, noise: float) -> str:
+        first, second = self.category(self.outcome).values
+        for value, many, spread in ((first, rows - total, math.sqrt(2) * noise), (second, total, noise)):
+            if many < _SEEN * spread:
+                return f"beside the noise no rows have {self.outcome} = {value}: there is nothing to explain"
+        return ""
 
 
 class NoisyPoisson(NoisyNewton):
@@ -273,3 +303,9 @@ class NoisyPoisson(NoisyNewton):
     def intercept(self, share: float, offset: float) -> float:
         lasts = math.exp(self.stretch * min(max(offset, -1.0), 1.0))
         return math.log(max(share, 1e-3) * self.most[0] / lasts)
+
+    @override
+    def unseen(self, rows: float, total: float, noise: float) -> str:
+        if total < _SEEN * noise:
+            return f"beside the noise nothing is counted in {self.outcome}: there is nothing to explain"
+        return ""
