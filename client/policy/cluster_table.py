@@ -136,7 +136,7 @@ class ClusterTable(Table):
     """`[cluster]`: the silo trains over several processes."""
 
     nodes: int = Field(1, ge=1, description="machines")
-    devices: int | Literal["auto"] = Field("auto", description="of each node")
+    devices: Annotated[int, Field(ge=1)] | Literal["auto"] = Field("auto", description="of each node")
     memory: Memory = Field("auto", description="of one device, for example 80GiB")
     host_memory: Memory = Field("auto", description="of one node, which offload uses, for example 2TiB")
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, else gloo")

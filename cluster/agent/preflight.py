@@ -1,16 +1,33 @@
 """Refuses mistakes that would show as a hang later: a network interface that is missing, a port in use.
 
-`python -m roundtable.cluster.agent.preflight HEAD:29400` is what the launch files run before torchrun.
+And numbers of nodes, devices and restarts that are none, under the names of the launch files, which run
+`python -m roundtable.cluster.agent.preflight HEAD:29400` before torchrun.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import sys
+from collections.abc import Mapping
 
 from roundtable.core.errors import ConfigError
+
+_STARTED = (
+    (
+        "NODES",
+        re.compile(r"[1-9]\d{0,5}(:[1-9]\d{0,5})?"),
+        "number of nodes; write 2, or 1:4 for as many as there are",
+    ),
+    (
+        "DEVICES",
+        re.compile(r"[1-9]\d{0,5}|gpu|cpu|auto"),
+        "number of ranks on this node; write 8, or gpu for one on each",
+    ),
+    ("RESTARTS", re.compile(r"\d{1,6}"), "number of restarts; write 3, or 0 for none"),
+)
 
 
 def check_interface(name: str | None) -> None:
@@ -48,9 +65,19 @@ def check_endpoint(endpoint: str) -> None:
                     ) from error
 
 
+def check_started(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError for numbers that torchrun could start no ranks by; what is not set has a default."""
+    for name, form, said in _STARTED:
+        text = environment.get(name)
+        least, _, most = (text or "").partition(":")
+        if text is not None and not (form.fullmatch(text) and (not most or int(least) <= int(most))):
+            raise ConfigError(f"{name} = {text[:40]!r} is no {said}")
+
+
 def main() -> int:
-    """Runs both checks; returns 1, with the reason printed, for what would hang."""
+    """Runs all checks; returns 1, with the reason printed, for what would hang."""
     try:
+        check_started(os.environ)
         check_endpoint(sys.argv[1])
         check_interface(os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME"))
     except ConfigError as error:

@@ -95,7 +95,9 @@ class ReplicaGroups:
         """One replica's answer to a command that needs no other; AllLost where it does not come."""
         await self._grow(restarts=1)
         while (one := next((r for r in self._replicas.values() if r.line), None)) is None:
-            await self._take(await self._event(300.0))
+            lost = await self._take(await self._event(300.0))
+            if lost is not None and not self._replicas:
+                raise AllLost(lost)
         assert one.line is not None
         _write(one.line, command)
         try:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from roundtable.client.training.local_training import split_data
 from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.plan.launch_variables import LaunchVariables
 from roundtable.cluster.plan.resources import find_resources
 from roundtable.cluster.tools.local_ranks import check_world, print_result, run_ranks
 from roundtable.cluster.tools.planning import plan_task
@@ -74,7 +75,8 @@ def main() -> None:
     """One rank; rank 0 writes a JSON document to standard output."""
     agent, job_file, overrides, steps = json.loads(sys.argv[1])
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    place = LaunchVariables.read(os.environ)
+    device = torch.device("cuda", place.device_of(torch.cuda.device_count())) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=300))

@@ -26,6 +26,7 @@ from roundtable.cluster.parallel.forward_trace import fake_model, trace
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
 from roundtable.cluster.parallel.tensor_parallel import find_tensor_parallel
+from roundtable.cluster.plan.launch_variables import LaunchVariables
 from roundtable.cluster.tools.local_ranks import print_result, run_ranks
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import RoundProgress
@@ -180,7 +181,8 @@ def difference(strategy: Strategy, device: torch.device, kind: type[Probe] = Pro
 def main() -> None:
     """One rank; rank 0 writes a JSON document to standard output."""
     cuda = sys.argv[1] == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    place = LaunchVariables.read(os.environ)
+    device = torch.device("cuda", place.device_of(torch.cuda.device_count())) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=120))

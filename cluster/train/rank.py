@@ -28,6 +28,7 @@ from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.training.local_work import Stopped
 from roundtable.client.worker.executor import Settings
 from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_text
+from roundtable.cluster.plan.launch_variables import LaunchVariables
 from roundtable.cluster.plan.links import known_links
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.fellow_replicas import FIRST_RANK, REPLICA, FellowReplicas
@@ -56,30 +57,35 @@ def main(folder: Path) -> None:
     faulthandler.enable()
     # Layers come and go with every step: blocks of a layer's size must not split the heap.
     tune_for_transfers()
-    rank = int(os.environ["RANK"]) + int(os.environ.get(FIRST_RANK, "0"))
+    rank = -1
     try:
-        _serve(folder, rank)
+        place = LaunchVariables.read(os.environ)
+        rank = place.rank + int(os.environ.get(FIRST_RANK, "0"))
+        _serve(folder, place)
     except Exception as error:  # noqa: BLE001 - a task may raise anything, and the agent must hear of it
+        if isinstance(error, ConfigError):
+            # Where no agent is, whoever started the rank is the one to know.
+            print(f"Error: {error}", file=sys.stderr, flush=True)
         leave_report(folder, rank, explained(error))
         # Peers wait in collectives that will never end; the launcher ends them once one rank is gone.
         os._exit(1)
 
 
-def _serve(folder: Path, rank: int) -> None:
+def _serve(folder: Path, place: LaunchVariables) -> None:
     _await_agent(folder)
     values = json.loads((folder / SETTINGS).read_text())
     table = ClusterTable.model_validate_json(json.dumps(values["cluster"]))
     settings = Settings(**values["settings"])
-    device = _device(values["device"])
+    device = _device(values["device"], place)
     bound_gpu_memory(settings.gpu_memory, device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=_store(timedelta(seconds=table.timeout)),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        store=_store(place, timedelta(seconds=table.timeout)),
+        rank=place.rank,
+        world_size=place.world,
         timeout=timedelta(seconds=table.timeout),
         # With the device known, NCCL connects at once, and a rank on a wrong device is an error, not a hang.
         device_id=device if device.type == "cuda" else None,
@@ -116,17 +122,17 @@ def _serve(folder: Path, rank: int) -> None:
         _do(executor, command, agent, device)
 
 
-def _store(timeout: timedelta) -> Any:
+def _store(place: LaunchVariables, timeout: timedelta) -> Any:
     """Where the launcher's forks meet, at a port that it has bound; None where a scheduler has said where."""
     if (listening := os.environ.get(STORE)) is None:
         return None
-    first = os.environ["RANK"] == "0"
+    first = place.rank == 0
     if not first:
         os.close(int(listening))
     return dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        int(os.environ["WORLD_SIZE"]),
+        place.address,
+        place.port,
+        place.world,
         is_master=first,
         timeout=timeout,
         wait_for_workers=False,
@@ -186,10 +192,10 @@ def _do(
         agent.send({**result, "number": command["number"]})
 
 
-def _device(kind: str) -> torch.device:
+def _device(kind: str, place: LaunchVariables) -> torch.device:
     if kind != "cuda":
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", place.device_of(torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
 

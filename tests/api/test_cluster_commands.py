@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from roundtable.cli.main import run
+from roundtable.cluster.tools import advice
 
 TASK = """
 import torch
@@ -55,9 +56,16 @@ def test_too_little_memory_says_how_much_lacks(job: Path, capsys: pytest.Capture
     assert "on each device" in capsys.readouterr().err
 
 
-def test_a_profile_leaves_a_trace(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_leaves_a_trace_and_says_what_the_rules_advise(
+    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Any share of a step is above it: what is advised is of the table, by its thresholds.
+    monkeypatch.setattr(advice, "WAITING", -1.0)
     assert run(["client", "profile", str(job), "--steps", "2"]) == 0
-    assert "examples a second" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "examples a second" in said
+    assert "of a step is waiting for data" in said
+    assert "num_workers" in said
     assert json.loads((job.parent / "trace.json").read_text())["traceEvents"]
 
 

@@ -13,6 +13,7 @@ from cluster_silo import ALGORITHM, TASK, Silo, watched
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.training.batches import training_orders
 from roundtable.cluster.plan.replica_composition import no_peers
@@ -151,6 +152,39 @@ async def test_when_all_replicas_are_lost_the_round_goes_on_from_its_checkpoint(
         assert trainer.groups is not None
         assert trainer.groups.verdicts[0].steps in (4, 8)
     assert torch.allclose(silo.update(), silo.alone(), atol=1e-7)
+
+
+@pytest.mark.slow
+async def test_a_replica_on_a_device_that_comes_within_a_round_joins_in_it(tmp_path: Path) -> None:
+    silo, devices = elastic(tmp_path, 2, 40, sleep=0.2), [1]
+    # Steps take their time until the other's first.
+    (tmp_path / "mark1").touch()
+    async with silo.trainer(devices) as trainer:
+        await trainer.train(silo.work(), lambda *seen: devices.append(2))
+        assert trainer.groups is not None
+        verdicts = trainer.groups.verdicts
+    joined = [one for one in verdicts if one.joining]
+    assert verdicts[0].members == (0,)
+    assert [(one.joining, one.members) for one in joined] == [((1,), (0, 1))]
+    assert 0 < joined[0].steps < 40 * 8
+    expected = oracle(silo, verdicts, {**ALGORITHM, "epochs": 40})
+    assert torch.allclose(silo.update().double(), expected, atol=5e-7)
+
+
+@pytest.mark.parametrize(("phase", "table"), [("evaluate", {"elastic": "replica"}), ("train", {})])
+async def test_ranks_that_cannot_load_fail_the_step_with_what_they_said(
+    phase: str, table: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silo = Silo(tmp_path, table={**table, "devices": 1, "restarts": 1})
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "torch.py").write_text("raise ImportError('a torch that is broken')\n")
+    monkeypatch.setenv("PYTHONPATH", str(broken))
+    async with silo.trainer() as trainer:
+        work = silo.work(phase=phase)
+        asked = trainer.train if phase == "train" else trainer.evaluate
+        with pytest.raises(WorkFailed, match=r"failed 2 times, last: .*a torch that is broken"):
+            await asked(work, watched([]))
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ RANKS = (
     "tools/local_ranks.py",
     "train/group.py",
     "train/group_plan.py",
+    "train/rank.py",
     "stepping/rank_shares.py",
     "agent/preflight.py",
 )
