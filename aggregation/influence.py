@@ -37,7 +37,7 @@ def sampled_shares(
         mask = kept(mixed.block(start, stop), parameters, result.details).cpu().double()
         shares = factors.T @ (mask / mask.sum(dim=0, keepdim=True).clamp(min=1))
         rows = clients.block(start, stop).cpu().double()
-        along = shares * rows * result.vector[start:stop].cpu().double()
+        along = shares * rows * result.part(start, stop).cpu().double()
         weights += shares.sum(dim=1).numpy()
         lengths += along.sum(dim=1).numpy()
         columns += stop - start

@@ -61,14 +61,19 @@ def _slices(columns: int) -> Iterator[slice]:
         yield slice(start, min(start + _SLICE, columns))
 
 
-def _beside(model: torch.Tensor, delta: torch.Tensor, state: OptimizerState) -> OptimizerState:
-    """The state on the model's device, where `init` and what is read from a file do not put it."""
-    for name, vector in {"delta": delta, **state.vectors}.items():
-        if vector.shape != model.shape:
+def check_lengths(columns: int, vectors: Mapping[str, torch.Tensor]) -> None:
+    """LayoutError where one of the vectors has not as many values as the model."""
+    for name, vector in vectors.items():
+        if vector.shape != (columns,):
             raise LayoutError(
-                f"server optimizer: {name} has {vector.numel()} values and the model {model.numel()}; the "
+                f"server optimizer: {name} has {vector.numel()} values and the model {columns}; the "
                 "saved state belongs to another model"
             )
+
+
+def _beside(model: torch.Tensor, delta: torch.Tensor, state: OptimizerState) -> OptimizerState:
+    """The state on the model's device, where `init` and what is read from a file do not put it."""
+    check_lengths(model.numel(), {"delta": delta, **state.vectors})
     return replace(state, vectors={name: vector.to(model.device) for name, vector in state.vectors.items()})
 
 

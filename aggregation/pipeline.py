@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,8 +20,8 @@ from roundtable.aggregation.registry import RULES, Rule, RuleResult, find_rule
 from roundtable.aggregation.rows.device_rows import DeviceRows, gpu, pays
 from roundtable.aggregation.rows.gram import gram
 from roundtable.aggregation.rows.matrix import UpdateMatrix
-from roundtable.aggregation.rows.reductions import is_finite
 from roundtable.aggregation.stages import RuleContext, Stages
+from roundtable.aggregation.taking import ColumnSink, Taking
 from roundtable.aggregation.validation import (
     ClientRow,
     Exclusion,
@@ -131,8 +131,8 @@ class AggregationConfig:
 class AggregationResult:
     """The outcome of a round.
 
-    vector: [d]. weights: share of each client's update in it, where the rule is a mean of rows or the
-    diagnosis was asked for, else empty. excluded: whose update was left out, why.
+    vector: [d], empty where it went to a sink. weights: share of each client's update in it, where the rule
+    is a mean of rows or the diagnosis was asked for, else empty. excluded: whose update was left out, why.
     """
 
     vector: torch.Tensor
@@ -150,12 +150,14 @@ def aggregate(
     *,
     context: RuleContext | None = None,
     diagnose: bool = False,
+    sink: ColumnSink | None = None,
 ) -> AggregationResult:
     """Aggregates a round's updates; row i of `matrix` is the update of `clients[i]`.
 
     Rows are taken in the order of the clients' names, so the order of arrival changes nothing. Updates that
     are not finite never reach a rule: they are left out and lower the rule's f, and more of them than f is an
-    error. `seed` is the round's. The vector is float32 (float64 for a float64 matrix), in `out` where given.
+    error. `seed` is the round's. The vector is float32 (float64 for a float64 matrix), in `out` where given;
+    a `sink` takes it block by block instead, so that it need not fit in memory.
     Raises AggregationError where no sound answer exists, InvalidUpdate where the validation policy says fail.
     """
     if len(clients) != matrix.rows:
@@ -166,30 +168,15 @@ def aggregate(
     order = sorted(range(len(clients)), key=lambda index: clients[index].name)
     if order != list(range(len(clients))):
         matrix, clients, context = _select(matrix, clients, context, order)
+    taking = Taking(matrix.device, out, sink)
     if config.device == "cuda" and pays(matrix):
-        moved = DeviceRows(matrix, gpu())
-        found = _aggregate_rows(moved, clients, config, seed, context, diagnose)
-        vector = found.vector.cpu() if out is None else out.copy_(found.vector)
-        return replace(found, vector=vector)
-    return _aggregate_rows(matrix, clients, config, seed, context, diagnose, out)
-
-
-def _aggregate_rows(
-    matrix: UpdateMatrix,
-    clients: Sequence[ClientRow],
-    config: AggregationConfig,
-    seed: int,
-    context: RuleContext,
-    diagnose: bool,
-    out: torch.Tensor | None = None,
-) -> AggregationResult:
-    """Without a first look at every row, where that can be, and with it where a row is broken."""
+        matrix = DeviceRows(matrix, gpu())
     if _can_trust(config, clients, diagnose):
         try:
-            return _aggregate(matrix, clients, config, seed, out, context, diagnose, trusting=True)
+            return _aggregate(matrix, clients, config, seed, taking, context, diagnose, trusting=True)
         except NotFinite:
             pass  # The second time every row is measured first, which says whose update it was.
-    return _aggregate(matrix, clients, config, seed, out, context, diagnose, trusting=False)
+    return _aggregate(matrix, clients, config, seed, taking, context, diagnose, trusting=False)
 
 
 def _can_trust(config: AggregationConfig, clients: Sequence[ClientRow], diagnose: bool) -> bool:
@@ -205,7 +192,7 @@ def _aggregate(
     clients: Sequence[ClientRow],
     config: AggregationConfig,
     seed: int,
-    out: torch.Tensor | None,
+    taking: Taking,
     context: RuleContext,
     diagnose: bool,
     trusting: bool,
@@ -238,8 +225,7 @@ def _aggregate(
     for position, (step, parameters) in enumerate(config.steps):
         stages.prepare(position, step, parameters)
     used, result = stages.apply(config.definition, dict(config.parameters))
-    _require_finite(result.vector, config.rule, trusting)
-    vector = result.vector if out is None else out.copy_(result.vector)
+    vector = taking.all_of(result, config.rule, trusting)
     shares = _shares(config.definition, used, result, stages, matrix, pairs, diagnose)
     diagnosis = Diagnosis(
         rule=" + ".join([*(name for name, _ in config.pre), config.rule]),
@@ -285,14 +271,3 @@ def _nothing_left(screening: Screening) -> str:
         return "no updates to aggregate: no silo of the cohort has answered"
     reasons = "; ".join(f"{exclusion.client}: {exclusion.message}" for exclusion in screening.excluded)
     return f"no usable update is left in this round: {reasons}"
-
-
-def _require_finite(vector: torch.Tensor, rule: str, trusting: bool) -> None:
-    if is_finite(vector):
-        return
-    if trusting:
-        raise NotFinite
-    raise AggregationError(
-        f"the result of rule {rule!r} is not finite although every update is: values are too large to "
-        "add; set max_norm, or put clip in front of the rule"
-    )

@@ -11,11 +11,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
+from roundtable.aggregation.rows.row_passes import ColumnPass
 from roundtable.core.errors import AggregationError
 from roundtable.core.paths import AnyPath
 from roundtable.core.plugins.calls import as_function, check_call, check_parameters, named_at
@@ -34,13 +36,24 @@ PROVIDED = ("seed", "previous", "root_update", "history")
 class RuleResult:
     """A rule's answer.
 
-    vector: [d]. influence: how much each row counts in it, [n], summing to 1 for a mean of rows; None where
-    that differs from parameter to parameter. details: what the rule found, for the diagnosis.
+    made: the vector [d], or the pass over the rows that gives it: the round then never has all of it in
+    memory. influence: how much each row counts in it, [n], summing to 1 for a mean of rows; None where that
+    differs from parameter to parameter. details: what the rule found, for the diagnosis.
     """
 
-    vector: torch.Tensor
+    made: torch.Tensor | ColumnPass
     influence: np.ndarray | None = None
     details: Mapping[str, object] = field(default_factory=dict)
+
+    @cached_property
+    def vector(self) -> torch.Tensor:
+        """The whole vector [d]."""
+        return self.made.whole() if isinstance(self.made, ColumnPass) else self.made
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Some columns of the vector, [stop − start]."""
+        whole = not isinstance(self.made, ColumnPass) or "vector" in vars(self)
+        return self.vector[start:stop] if whole else self.made.part(start, stop)  # type: ignore[union-attr]
 
 
 RuleFunction = Callable[..., RuleResult | torch.Tensor]

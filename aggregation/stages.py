@@ -91,9 +91,9 @@ class Stages:
             raise AggregationError(
                 f"rule {rule.name!r} returned a {type(result).__name__}, not a tensor or a RuleResult"
             )
-        if result.vector.shape != (self.matrix.columns,):
+        if tuple(result.made.shape) != (self.matrix.columns,):
             raise AggregationError(
-                f"rule {rule.name!r} returned shape {list(result.vector.shape)}, not [{self.matrix.columns}]"
+                f"rule {rule.name!r} returned shape {list(result.made.shape)}, not [{self.matrix.columns}]"
             )
         return parameters, result
 

@@ -92,8 +92,7 @@ def model_blocks(model: Model) -> Iterator[bytes | memoryview]:
     """The bytes of the artifact, in blocks; nothing is copied but the header."""
     yield model_head(model)
     yield from tensor_blocks(model.vector)
-    for spec in _present(model):
-        yield from tensor_blocks(model.local[spec.name])
+    yield from model_tail(model)
 
 
 def tensor_blocks(tensor: Tensor) -> Iterator[memoryview]:
@@ -124,6 +123,12 @@ def model_head(model: Model) -> bytes:
     """What stands before the vector in the artifact: the header's length, and the header."""
     header = _header(model)
     return struct.pack("<Q", len(header)) + header
+
+
+def model_tail(model: Model) -> Iterator[memoryview]:
+    """What stands behind the vector in the artifact: the tensors beside it."""
+    for spec in _present(model):
+        yield from tensor_blocks(model.local[spec.name])
 
 
 def model_digest(model: Model) -> str:

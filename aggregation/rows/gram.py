@@ -28,7 +28,7 @@ from roundtable.aggregation.rows.column_work import (
 )
 from roundtable.aggregation.rows.file_matrix import FileRows, SelectedFiles
 from roundtable.aggregation.rows.matrix import MixedRows, SelectedRows, UpdateMatrix
-from roundtable.aggregation.rows.row_passes import fill_columns, sum_over_cells
+from roundtable.aggregation.rows.row_passes import ColumnPass, sum_over_cells
 from roundtable.core.errors import AggregationError
 
 _grams: MutableMapping[UpdateMatrix, np.ndarray] = weakref.WeakKeyDictionary()
@@ -146,22 +146,25 @@ def inner_products(matrix: UpdateMatrix, vector: torch.Tensor) -> tuple[np.ndarr
     return sums[:-1], float(sums[-1])
 
 
-def combine(matrix: UpdateMatrix, factors: np.ndarray, out: torch.Tensor | None = None) -> torch.Tensor:
+def combine(matrix: UpdateMatrix, factors: np.ndarray) -> torch.Tensor:
     """Σ_i factors[i] · row i, [d] in the dtype of the matrix; rows with factor 0 are not looked at."""
+    return combination(matrix, factors).whole()
+
+
+def combination(matrix: UpdateMatrix, factors: np.ndarray) -> ColumnPass:
+    """The pass that gives `combine`'s vector."""
     if isinstance(matrix, MixedRows):
-        return combine(matrix.base, factors @ matrix.mixing, out)
+        return combination(matrix.base, factors @ matrix.mixing)
     if isinstance(matrix, SelectedRows) and matrix.in_order:
         spread = np.zeros(matrix.base.rows)
         spread[list(matrix.indices)] = factors
-        return combine(matrix.base, spread, out)
+        return combination(matrix.base, spread)
     used = np.flatnonzero(factors)
     size = matrix.rows * matrix.columns
     matrix = matrix.files if isinstance(matrix, SelectedFiles) else matrix
     if isinstance(matrix, FileRows) and len(used) < matrix.rows:
         matrix, factors = matrix.subset(used.tolist()), factors[used]
-    if out is None:
-        out = torch.empty(matrix.columns, dtype=matrix.dtype, device=matrix.device)
-    return fill_columns(matrix, Combination(np.asarray(factors)), out, size)
+    return ColumnPass(matrix, Combination(np.asarray(factors)), size)
 
 
 def _mixed_norms(matrix: MixedRows) -> np.ndarray:

@@ -57,12 +57,12 @@ def blocks_with_kernels(
     """
     if type(matrix) is not SelectedRows:
         for start, stop, values in matrix.blocks():
-            yield start, stop, values, _kernels_for(values, size)
+            yield start, stop, values, kernels_for(values, size)
         return
     base, order = lying_in(matrix)
     chosen = SelectedRows(base, order.tolist())
     for start, stop, values in base.blocks():
-        kernels = _kernels_for(values, size)
+        kernels = kernels_for(values, size)
         if kernels is not None:
             yield start, stop, values, replace(kernels, order=order)
             continue
@@ -79,7 +79,8 @@ def lying_in(matrix: SelectedRows) -> tuple[UpdateMatrix, np.ndarray]:
     return base, lying[order]
 
 
-def _kernels_for(values: torch.Tensor, size: int) -> Kernels | None:
+def kernels_for(values: torch.Tensor, size: int) -> Kernels | None:
+    """The kernels to use on a block of a matrix of `size` values, if any."""
     usable = values.dtype in (torch.float32, torch.float64) and values.stride(-1) == 1
     if size < WORTH_COMPILING or not usable or accelerated(values.device):
         return None

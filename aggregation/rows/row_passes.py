@@ -27,7 +27,7 @@ from roundtable.aggregation.rows.column_work import (
     work_from_plain,
     work_to_plain,
 )
-from roundtable.aggregation.rows.kernels import Kernels, blocks_with_kernels, lying_in
+from roundtable.aggregation.rows.kernels import Kernels, blocks_with_kernels, kernels_for, lying_in
 from roundtable.aggregation.rows.matrix import (
     BLOCK_BYTES,
     Block,
@@ -127,21 +127,57 @@ def sum_over_cells(matrix: UpdateMatrix, work: CellWork, shape: tuple[int, ...])
     return total
 
 
-def fill_columns(
-    matrix: UpdateMatrix, work: FillWork, out: torch.Tensor, size: int | None = None
-) -> torch.Tensor:
-    """Writes what the work gives for each column into `out` [columns], and returns it.
+@dataclass(frozen=True, eq=False)
+class ColumnPass:
+    """A vector [columns] that one pass over the rows gives, made when it is asked for.
 
-    `size` is the number of values of the round where the matrix is a part of it.
+    `size` is the number of values of the round, of which the matrix may be a part.
     """
-    size = matrix.rows * matrix.columns if size is None else size
-    workers, most = _workers_for(matrix, size)
-    if workers is None:
-        _fill_here(matrix, work, out, size)
+
+    matrix: UpdateMatrix
+    work: FillWork
+    size: int
+
+    @classmethod
+    def over(cls, matrix: UpdateMatrix, work: FillWork) -> ColumnPass:
+        """The pass over a round's whole matrix."""
+        return cls(matrix, work, matrix.rows * matrix.columns)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.matrix.columns,)
+
+    def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first column, values) of successive blocks; the values are the caller's."""
+        workers, most = _workers_for(self.matrix, self.size)
+        if workers is not None:
+            for start, _, made in _sharded(workers, most, self.matrix, self.work, self.size):
+                yield start, torch.from_numpy(made)
+            return
+        for start, stop, values, compiled in _blocks(self.matrix, self.work, self.size):
+            yield start, self._made_of(start, stop, values, compiled)
+
+    def whole(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The vector, in `out` where that is given."""
+        if out is None:
+            out = torch.empty(self.matrix.columns, dtype=self.matrix.dtype, device=self.matrix.device)
+        if _workers_for(self.matrix, self.size)[0] is None:
+            _fill_here(self.matrix, self.work, out, self.size)
+            return out
+        for start, values in self.blocks():
+            out[start : start + len(values)] = values
         return out
-    for start, stop, values in _sharded(workers, most, matrix, work, size):
-        out[start:stop] = torch.from_numpy(values)
-    return out
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Some columns by themselves, [stop − start]: a look at the vector, not a pass over it."""
+        values = self.matrix.block(start, stop)
+        compiled = kernels_for(values, self.size) if self.work.kernels else None
+        return self._made_of(start, stop, values, compiled)
+
+    def _made_of(self, start: int, stop: int, values: torch.Tensor, compiled: Kernels | None) -> torch.Tensor:
+        made = torch.empty(stop - start, dtype=self.matrix.dtype, device=self.matrix.device)
+        self.work.at(start, stop).fill(values, compiled, made)
+        return made
 
 
 def _parts_here(matrix: UpdateMatrix, work: CellWork, size: int) -> Iterator[np.ndarray]:

@@ -10,6 +10,7 @@ import torch
 from roundtable.aggregation.conditions import require_positive
 from roundtable.aggregation.registry import RuleResult, rule
 from roundtable.aggregation.rows.gram import (
+    combination,
     combine,
     finite_gram,
     finite_norms,
@@ -51,7 +52,7 @@ def geometric_median(
     centre, centred = _centred(matrix, products)
     lengths = np.sqrt(np.diagonal(products)) if start == "zeros" else None
     share, steps = weiszfeld(centred, centre, smoothing, tolerance, max_iterations, lengths)
-    return RuleResult(combine(matrix, share), share, {"iterations": steps})
+    return RuleResult(combination(matrix, share), share, {"iterations": steps})
 
 
 def _centred(matrix: UpdateMatrix, products: np.ndarray) -> tuple[int, np.ndarray]:

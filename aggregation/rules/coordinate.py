@@ -14,7 +14,7 @@ from roundtable.aggregation.registry import RuleResult, rule
 from roundtable.aggregation.rows.column_statistics import AROUND_MEDIAN, MEAN_OF_WIRES
 from roundtable.aggregation.rows.column_work import OrderStatistic
 from roundtable.aggregation.rows.matrix import UpdateMatrix
-from roundtable.aggregation.rows.row_passes import fill_columns
+from roundtable.aggregation.rows.row_passes import ColumnPass
 from roundtable.aggregation.rows.sorting_networks import Network, merge_exchange, network_for_mean
 
 
@@ -57,20 +57,16 @@ def mean_around_median(matrix: UpdateMatrix, weights: np.ndarray, *, f: int) -> 
     return RuleResult(mean_nearest_to_median(matrix, matrix.rows - f))
 
 
-def mean_nearest_to_median(matrix: UpdateMatrix, keep: int) -> torch.Tensor:
-    """The mean of the `keep` values of each column nearest to the column's median, [d]."""
+def mean_nearest_to_median(matrix: UpdateMatrix, keep: int) -> ColumnPass:
+    """The pass for the mean of the `keep` values of each column nearest to the column's median, [d]."""
     return _column_statistic(matrix, merge_exchange(matrix.rows), AROUND_MEDIAN, 0, keep - 1)
 
 
-def _mean_of_wires(matrix: UpdateMatrix, first: int, last: int) -> torch.Tensor:
+def _mean_of_wires(matrix: UpdateMatrix, first: int, last: int) -> ColumnPass:
     network = network_for_mean(matrix.rows, first, last)
     return _column_statistic(matrix, network, MEAN_OF_WIRES, first, last)
 
 
-def _column_statistic(
-    matrix: UpdateMatrix, network: Network, kind: int, first: int, last: int
-) -> torch.Tensor:
-    out = torch.empty(matrix.columns, dtype=matrix.dtype, device=matrix.device)
+def _column_statistic(matrix: UpdateMatrix, network: Network, kind: int, first: int, last: int) -> ColumnPass:
     comparators = np.array(network, dtype=np.int32).reshape(-1, 2)
-    fill_columns(matrix, OrderStatistic(comparators, kind, first, last), out)
-    return out
+    return ColumnPass.over(matrix, OrderStatistic(comparators, kind, first, last))

@@ -11,7 +11,7 @@ import torch
 from roundtable.aggregation.conditions import require
 from roundtable.aggregation.influence import kept_around_median
 from roundtable.aggregation.registry import RuleResult, rule
-from roundtable.aggregation.rows.gram import combine, finite_gram, squared_distances, without_rounding
+from roundtable.aggregation.rows.gram import combination, finite_gram, squared_distances, without_rounding
 from roundtable.aggregation.rows.matrix import UpdateMatrix
 from roundtable.aggregation.rules.coordinate import mean_nearest_to_median
 from roundtable.core.errors import AggregationError
@@ -27,7 +27,7 @@ def mean_of_rows(matrix: UpdateMatrix, chosen: np.ndarray, **details: object) ->
     """The plain mean of the rows named by `chosen`."""
     influence = np.zeros(matrix.rows)
     influence[chosen] = 1 / len(chosen)
-    return RuleResult(combine(matrix, influence), influence, details)
+    return RuleResult(combination(matrix, influence), influence, details)
 
 
 @rule("krum", paper="Blanchard et al. 2017, section 4", needs_gram=True)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from roundtable.aggregation.registry import RuleResult, rule
-from roundtable.aggregation.rows.gram import combine
+from roundtable.aggregation.rows.gram import combination
 from roundtable.aggregation.rows.matrix import UpdateMatrix
 from roundtable.aggregation.rows.reductions import is_finite
 from roundtable.core.errors import AggregationError, InvalidUpdate
@@ -22,7 +22,7 @@ def mean(matrix: UpdateMatrix, weights: np.ndarray) -> RuleResult:
             "or losses that the silos report"
         )
     shares = np.asarray(weights, dtype=np.float64) / total
-    return RuleResult(combine(matrix, shares), shares)
+    return RuleResult(combination(matrix, shares), shares)
 
 
 class StreamingMean:

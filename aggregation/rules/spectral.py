@@ -8,7 +8,7 @@ import numpy as np
 
 from roundtable.aggregation.conditions import NotFinite, require, require_positive
 from roundtable.aggregation.registry import RuleResult, rule
-from roundtable.aggregation.rows.gram import combine, finite_gram
+from roundtable.aggregation.rows.gram import combination, finite_gram
 from roundtable.aggregation.rows.matrix import UpdateMatrix
 from roundtable.aggregation.rules.krum import mean_of_rows
 from roundtable.core.errors import AggregationError
@@ -26,7 +26,7 @@ def caf(matrix: UpdateMatrix, weights: np.ndarray, *, f: int) -> RuleResult:
     rows = matrix.rows
     require("caf", "n > 2f (Allouah et al. 2025)", rows > 2 * f, n=rows, f=f)
     influence, variance = caf_weights(finite_gram(matrix), f)
-    return RuleResult(combine(matrix, influence), influence, {"variance": variance})
+    return RuleResult(combination(matrix, influence), influence, {"variance": variance})
 
 
 def caf_weights(products: np.ndarray, f: int) -> tuple[np.ndarray, float]:

@@ -11,7 +11,7 @@ from roundtable.aggregation.conditions import require
 from roundtable.aggregation.diagnosis import pairwise
 from roundtable.aggregation.registry import RuleResult, rule
 from roundtable.aggregation.rows.gram import (
-    combine,
+    combination,
     distances_from,
     finite_gram,
     finite_norms,
@@ -59,7 +59,7 @@ def fltrust(
         raise AggregationError("fltrust: no update points in the direction of the root update; trust nobody")
     scale = np.divide(root, lengths, out=np.zeros(matrix.rows), where=lengths > 0)
     share = scores / scores.sum()
-    return RuleResult(combine(matrix, share * scale), share, {"trust": scores})
+    return RuleResult(combination(matrix, share * scale), share, {"trust": scores})
 
 
 @rule("foolsgold", paper="Fung et al. 2020, algorithm 1", needs_gram=True)
@@ -86,7 +86,7 @@ def foolsgold(
     if not trust.sum() > 0:
         raise AggregationError("foolsgold takes all updates of the round for copies of one another")
     share = trust / trust.sum()
-    return RuleResult(combine(matrix, share), share, {"trust": trust})
+    return RuleResult(combination(matrix, share), share, {"trust": trust})
 
 
 def foolsgold_weights(cosine: np.ndarray, confidence: float) -> np.ndarray:

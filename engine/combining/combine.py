@@ -17,12 +17,14 @@ from torch import Tensor
 from roundtable.aggregation import AggregationResult, ClientRow, RuleContext, TensorMatrix, aggregate
 from roundtable.aggregation.rows.reductions import is_finite
 from roundtable.aggregation.rows.sketches import sketches
+from roundtable.aggregation.taking import ColumnSink
 from roundtable.core.algorithms.contract import ClientShare
 from roundtable.core.encodings import Encoding, StreamKey
 from roundtable.core.errors import AggregationError
 from roundtable.core.model_delta import published
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed
+from roundtable.engine.combining.block_step import TOO_FAR, block_step, needs_no_whole, works_by_blocks
 from roundtable.engine.combining.factor_merge import merge_error, merged
 from roundtable.engine.combining.noisy_sums import with_correlated_noise, with_fresh_noise
 from roundtable.engine.combining.received import GroupMeans, Mean, Received, Rows
@@ -31,6 +33,7 @@ from roundtable.engine.combining.server_state import ServerState
 from roundtable.engine.combining.server_step import ServerStep
 from roundtable.engine.combining.staleness import discounted
 from roundtable.engine.combining.update_history import remembered, sums_with
+from roundtable.engine.combining.vector_places import InMemory, VectorPlaces
 from roundtable.engine.diverse_groups import direction_text
 from roundtable.engine.messages import Aggregated, Step
 from roundtable.engine.validation.round_noise import CorrelatedRounds, FreshNoise, SiloNoise
@@ -46,8 +49,8 @@ _SKETCHED = 128
 
 @dataclass(frozen=True)
 class Combined:
-    """The new model's vector [d] as silos get it, the state for the next round, and the account of what was
-    done.
+    """The new model's vector [d] as silos get it, empty where a driver's places took it; the state for the
+    next round, and the account of what was done.
 
     `delta` is the encoded change from the old model to it, where the job sends that; None where it does not.
     """
@@ -103,6 +106,7 @@ def combine(
     population: int = 1,
     publish: Publish = _published,
     attempt: int = 1,
+    places: VectorPlaces | None = None,
 ) -> Combined:
     """The outcome of round `round` (from 1).
 
@@ -111,20 +115,13 @@ def combine(
     `noise` is the source of central noise, the operating system's unless given; `root_update` [d] is for
     rules that compare with training on trusted data; `population`, how many clients there are, for
     algorithms with a server's part; `publish` makes what silos get of the exact model in the state; `attempt`
-    tells random-k its places. Raises AggregationError where what was received gives no sound answer.
+    tells random-k its places; `places` are where the new vectors go, memory unless given. Raises
+    AggregationError where what was received gives no sound answer.
     """
-    noise = noise or SecureNoise()
-    delta = _delta_of(plan, received, state, round, seed, noise, diagnose, root_update)
-    lost: Mapping[str, tuple[float, int]] = {}
-    merging = plan.server.algorithm if plan.server is not None and plan.server.algorithm.merges() else None
-    if isinstance(received, Rows):
-        shares = delta.account.weights
-        if merging is not None:
-            lost = merged(merging, plan.factors, received, shares, model, delta.vector)
-        else:
-            lost = merge_error(plan.factors, received, shares, model)
-    elif merging is not None:
-        raise AggregationError("the algorithm merges single clients' factors, and a sum of updates has none")
+    noise, places = noise or SecureNoise(), places or InMemory()
+    stepping = block_step(plan, model, state, round, places) if needs_no_whole(plan, received) else None
+    delta = _delta_of(plan, received, state, round, seed, noise, diagnose, root_update, stepping)
+    lost = _merged(plan, received, delta, model)
     if plan.estimates:
         delta = _estimated(delta, received, state)
     if plan.thinned is not None:  # After the noise, which hides what was clipped, and not d/k times that.
@@ -144,22 +141,46 @@ def combine(
             present = divisor = mechanism.expected_cohort
         case _, Mean():
             divisor = received.divisor or present
-    exact = model if state.exact is None else state.exact
-    optimizer, vector, told = ServerStep(
-        plan, exact, delta.vector, round, present, max(population, math.ceil(present)), divisor, work
-    ).take(state.optimizer)
-    if not is_finite(vector):
-        raise AggregationError(
-            "the new model is not finite although the aggregate is: lower the server's learning rate"
-        )
+    told: Mapping[str, tuple[float, int]] = {}
+    if plan.server is None and works_by_blocks(plan.optimizer):
+        if stepping is None:
+            stepping = block_step(plan, model, state, round, places)
+            stepping.take_all(delta.vector)
+        optimizer, vector = stepping.end()
+    else:
+        exact = model if state.exact is None else state.exact
+        optimizer, vector, told = ServerStep(
+            plan, exact, delta.vector, round, present, max(population, math.ceil(present)), divisor, work
+        ).take(state.optimizer)
+        if not is_finite(vector):
+            raise AggregationError(TOO_FAR)
+        if plan.down is None:
+            vector = places.keep(vector)
     account = replace(delta.account, training={**delta.account.training, **lost, **told})
     if basis is not None:  # Nothing else goes down in a form of its own then.
-        vector = torch.cat([vector, basis])
+        vector = places.keep(torch.cat([vector, basis]))
     if plan.down is None:
         return Combined(vector, replace(delta.state, optimizer=optimizer), account)
     after = replace(delta.state, optimizer=optimizer, exact=vector)
     held, data = publish(plan.down.in_round(round), model, vector, after)
-    return Combined(held, after, account, data)
+    return Combined(places.keep(held), after, account, data)
+
+
+def _merged(
+    plan: Plan, received: Received, delta: RoundDelta, model: Tensor
+) -> Mapping[str, tuple[float, int]]:
+    """Has the algorithm merge clients' factors where it does; what that, or averaging them, has lost."""
+    merging = plan.server.algorithm if plan.server is not None and plan.server.algorithm.merges() else None
+    shares = delta.account.weights
+    if not isinstance(received, Rows):
+        if merging is not None:
+            raise AggregationError(
+                "the algorithm merges single clients' factors, and a sum of updates has none"
+            )
+        return {}
+    if merging is not None:
+        return merged(merging, plan.factors, received, shares, model, delta.vector)
+    return merge_error(plan.factors, received, shares, model)
 
 
 def _delta_of(
@@ -171,6 +192,7 @@ def _delta_of(
     noise: NoiseSource,
     diagnose: bool,
     root_update: Tensor | None,
+    sink: ColumnSink | None,
 ) -> RoundDelta:
     """What was received, as the plan's rule or noise makes one of it."""
     match received, plan.noise:
@@ -179,7 +201,7 @@ def _delta_of(
         case Rows(), CorrelatedRounds():
             return with_correlated_noise(plan, plan.noise, received, state, round, noise)
         case Rows(), _:
-            return _of_rows(plan, received, state, round, seed, noise, diagnose, root_update)
+            return _of_rows(plan, received, state, round, seed, noise, diagnose, root_update, sink)
         case Mean(), _:
             return _of_mean(plan, received, round, noise)
         case GroupMeans(), _:
@@ -252,11 +274,12 @@ def _of_rows(
     noise: NoiseSource,
     diagnose: bool,
     root_update: Tensor | None,
+    sink: ColumnSink | None,
 ) -> RoundDelta:
     """The job's rule over single updates."""
     rows = discounted(rows, round, plan.discount)
     sums = _sums(plan, rows, state)
-    result = _aggregated(plan, rows, state, sums, round, seed, diagnose, root_update)
+    result = _aggregated(plan, rows, state, sums, round, seed, diagnose, root_update, sink)
     past = remembered(state.past, sums, rows.updates, result.diagnosis.clients) if sums is not None else {}
     account = RoundAccount(
         excluded={exclusion.client: exclusion.message for exclusion in result.excluded},
@@ -345,11 +368,14 @@ def _aggregated(
     seed: int,
     diagnose: bool,
     root_update: Tensor | None,
+    sink: ColumnSink | None = None,
 ) -> AggregationResult:
     clients = [ClientRow(update.client, update.examples, update.loss) for update in rows.updates]
     context = RuleContext(state.previous, root_update, TensorMatrix(sums) if sums is not None else None)
     chance = derive_seed(seed, round, "aggregation")
-    return aggregate(rows.matrix, clients, plan.aggregation, chance, context=context, diagnose=diagnose)
+    return aggregate(
+        rows.matrix, clients, plan.aggregation, chance, context=context, diagnose=diagnose, sink=sink
+    )
 
 
 def _noise_of_silos(plan: Plan, round: int, noise: NoiseSource) -> Mapping[str, Any]:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-from roundtable.aggregation.foreign_optimizer import ForeignOptimizer
-from roundtable.aggregation.fragment_optimizer import FragmentOptimizer
 from roundtable.aggregation.rows.row_passes import ShardWorkers, sharded_over
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Encoding
+from roundtable.core.machine.resident_memory import drop_pages, give_back_free_memory
 from roundtable.core.model_delta import delta_blocks, published
-from roundtable.core.models import Model, model_blocks, open_model
+from roundtable.core.models import Model, open_model
 from roundtable.engine import Plan, Received, ServerState, combine, initial_server_state
 from roundtable.engine import messages as m
 from roundtable.engine.combining.new_model import new_model
 from roundtable.privacy import SecureNoise
 from roundtable.server.jobs.privacy_budget import Guarantee
-from roundtable.server.jobs.sliced_optimizer import SlicedOptimizer, drop_pages, give_back_free_memory
+from roundtable.server.jobs.round_files import RoundFiles
 from roundtable.server.jobs.trusted_training import TrustedTraining
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.store import ArtifactRow
+
+Storing: TypeAlias = Callable[[], tuple[str, int]]
+"""Stores an artifact durably, pinned: its digest and size."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,7 @@ class Combiner:
         self._artifacts = artifacts
         self._trusted = trusted
         self._shards = shards
-        # A rule that starts from the last aggregate needs it afterwards; others let the model take its place.
-        whole = isinstance(plan.optimizer, ForeignOptimizer) and not plan.optimizer.elementwise
-        # One that moves a fragment knows where each value lies in the whole vector.
-        whole = whole or isinstance(plan.optimizer, FragmentOptimizer)
-        keeps_aggregate = whole or plan.aggregation.takes("previous")
-        self._plan = plan if keeps_aggregate else replace(plan, optimizer=SlicedOptimizer(plan.optimizer))
+        self._plan = plan
 
     def combine(self, action: m.Aggregate, received: Received, guarantee: Guarantee, now: float) -> NewModel:
         """The new model, which carries the guarantee. `received` is used up, whatever happens.
@@ -86,19 +86,23 @@ class Combiner:
     ) -> m.Aggregated:
         """Stores what `made` then lists; it counts only if `reading` ends without an error."""
         old = open_model(reading.enter_context(self._artifacts.using(action.model)))
+        model = new_model(self._job, old, torch.empty(0), action.step.round, guarantee.statement)
+        files = reading.enter_context(RoundFiles(self._artifacts, model))
+        state, kept = self._state(action.optimizer, old.layout.size, reading)
+        files.maps([old.vector, *kept])
 
         def publish(
             encoding: Encoding, held: Tensor, exact: Tensor, state: ServerState
         ) -> tuple[Tensor, bytes]:
             # Once the exact model is stored, what silos get takes its place in memory.
-            self._store({"optimizer": state.blocks()}, now, made)
+            self._store({"optimizer": partial(self._create, files, state.blocks())}, now, made)
             return published(encoding, held, exact, out=exact, passed=drop_pages)
 
         combined = combine(
             self._plan,
             received,
             old.vector,
-            self._state(action.optimizer, old.layout.size, reading),
+            state,
             round=action.step.round,
             seed=self._job.seed,
             noise=SecureNoise(),
@@ -107,13 +111,13 @@ class Combiner:
             population=action.population,
             publish=publish,
             attempt=action.step.attempt,
+            places=files,
         )
-        model = new_model(self._job, old, combined.vector, action.step.round, guarantee.statement)
-        parts = {"model": model_blocks(model)}
+        parts: dict[str, Storing] = {"model": files.finish}
         if combined.state.worth_keeping and not made:
-            parts["optimizer"] = combined.state.blocks()
+            parts["optimizer"] = partial(self._create, files, combined.state.blocks())
         if combined.delta is not None:
-            parts["delta"] = delta_blocks(model, combined.delta)
+            parts["delta"] = partial(self._artifacts.create, delta_blocks(model, combined.delta))
         self._store(parts, now, made)
         digests = {row.kind: row.digest for row in made}
         optimizer, delta = digests.get("optimizer", ""), digests.get("delta", "")
@@ -125,17 +129,22 @@ class Combiner:
             return None
         return self._trusted.update(self._job, old.layout, old.vector, action.step.round)
 
-    def _state(self, optimizer: str, columns: int, reading: ExitStack) -> ServerState:
+    def _state(
+        self, optimizer: str, columns: int, reading: ExitStack
+    ) -> tuple[ServerState, tuple[Tensor, ...]]:
+        """The state that the round begins with, and the vectors that its parts are mapped from."""
         if not optimizer:
-            return initial_server_state(self._plan, columns)
-        return ServerState.from_model(open_model(reading.enter_context(self._artifacts.using(optimizer))))
+            return initial_server_state(self._plan, columns), ()
+        stored = open_model(reading.enter_context(self._artifacts.using(optimizer)))
+        return ServerState.from_model(stored), (stored.vector,)
 
-    def _store(
-        self, parts: Mapping[str, Iterable[bytes | memoryview]], now: float, made: list[ArtifactRow]
-    ) -> None:
+    def _create(self, files: RoundFiles, blocks: Iterable[bytes | memoryview]) -> tuple[str, int]:
+        return self._artifacts.create(files.released(blocks))
+
+    def _store(self, parts: Mapping[str, Storing], now: float, made: list[ArtifactRow]) -> None:
         """Stores artifacts by their kinds, side by side: the silos wait for the last of them."""
         with ThreadPoolExecutor(len(parts), thread_name_prefix="storing") as threads:
-            stored = {kind: threads.submit(self._artifacts.create, blocks) for kind, blocks in parts.items()}
+            stored = {kind: threads.submit(storing) for kind, storing in parts.items()}
         made.extend(
             ArtifactRow(*storing.result(), kind, now)
             for kind, storing in stored.items()

@@ -22,7 +22,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from io import FileIO
 from math import inf
 from pathlib import Path
@@ -40,7 +40,6 @@ from roundtable.server.storage.bucket import Bucket
 log = logging.getLogger("roundtable.server.storage.artifact_store")
 
 READ_BYTES = 4 << 20
-PIECE_BYTES = 1 << 20
 
 
 class DamagedArtifact(StorageError):
@@ -165,18 +164,24 @@ class ArtifactStore:
 
     def create(self, blocks: Iterable[bytes | memoryview]) -> tuple[str, int]:
         """Stores the blocks as one blob, pinned; returns its digest and size."""
-        partial = self._own_partial()
-        writer = BlobWriter(partial, None, None, self._adopt)
-        try:
-            writer.open()
+        with self.creating() as writer:
             for block in blocks:
-                whole = memoryview(block)
-                # In pieces that are hashed while they are in the cache, and go to the disk meanwhile.
-                for start in range(0, len(whole), PIECE_BYTES):
-                    writer.write(whole[start : start + PIECE_BYTES])
+                writer.append(block)
             return writer.finish()
+
+    @contextmanager
+    def creating(self) -> Iterator[BlobWriter]:
+        """For a blob that is written block by block; nothing stays of one that is not finished."""
+        with self.scratch() as partial, closing(BlobWriter(partial, None, None, self._adopt)) as writer:
+            yield writer.open()
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A name for a file of this process, which is deleted at the end, or at the next start."""
+        partial = self._partial / f"own.{os.urandom(8).hex()}"
+        try:
+            yield partial
         finally:
-            writer.close()
             partial.unlink(missing_ok=True)
 
     def settle(self, digests: Iterable[str]) -> int:
@@ -283,27 +288,22 @@ class ArtifactStore:
 
     def _bring(self, digest: str) -> bool:
         """Fetches a blob from the bucket or a replica; False if no place has it whole."""
-        partial = self._own_partial()
-        try:
-            fetched = self.bucket is not None and self.bucket.get(digest, partial)
-            if not fetched and self.refetch is not None and self.refetch(digest, partial):
-                fetched = True
-                if self.bucket is not None:
-                    self.bucket.put(partial, digest)
-            if fetched:
-                self._name(partial, digest)
-        except OSError as error:
-            raise os_error(error, partial) from error
-        finally:
-            partial.unlink(missing_ok=True)
+        with self.scratch() as partial:
+            try:
+                fetched = self.bucket is not None and self.bucket.get(digest, partial)
+                if not fetched and self.refetch is not None and self.refetch(digest, partial):
+                    fetched = True
+                    if self.bucket is not None:
+                        self.bucket.put(partial, digest)
+                if fetched:
+                    self._name(partial, digest)
+            except OSError as error:
+                raise os_error(error, partial) from error
         return fetched
 
     @property
     def _where(self) -> str:
         return f"{self.folder}" if self.bucket is None else f"{self.folder} and {self.bucket.address}"
-
-    def _own_partial(self) -> Path:
-        return self._partial / f"own.{os.urandom(8).hex()}"
 
     def _verify(self, path: Path, digest: str) -> None:
         """Hashes a blob that this process has not written itself, once, before anything reads it."""

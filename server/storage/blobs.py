@@ -17,6 +17,7 @@ from roundtable.core.machine.file_access import set_direct, start_write_back
 WRITE_BACK_BYTES = 16 << 20
 READ_BYTES = 4 << 20
 DIRECT_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
 _ALIGNMENT = 4096
 
 
@@ -86,6 +87,13 @@ class BlobWriter:
         if not self._direct and self.offset - self._write_back_from >= WRITE_BACK_BYTES:
             start_write_back(self._file, self._write_back_from, self.offset - self._write_back_from)
             self._write_back_from = self.offset
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Appends a large block, in pieces that are hashed while they are in the cache, and go to the disk
+        meanwhile."""
+        whole = memoryview(data)
+        for start in range(0, len(whole), PIECE_BYTES):
+            self.write(whole[start : start + PIECE_BYTES])
 
     def check(self) -> str:
         """The digest of what has arrived. TransferError if that is not what was announced: then it is

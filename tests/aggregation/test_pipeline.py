@@ -105,7 +105,7 @@ def test_a_rule_called_directly_refuses_what_is_not_finite(rule: str, bad: float
         assert not torch.isfinite(result.vector[7])
         return
     with pytest.raises(AggregationError, match="not finite"):
-        RULES[rule].function(TensorMatrix(values), np.ones(9), **given)
+        RULES[rule].function(TensorMatrix(values), np.ones(9), **given).vector  # noqa: B018
 
 
 @pytest.mark.parametrize(("dropped", "f"), [(1, 1), (2, 2), (1, 2)])

@@ -35,7 +35,6 @@ ALLOWED = {
     "cluster/plan/links.py": "os.uname",
     "cluster/plan/model_probe.py": "os.sysconf",
     "cluster/train/orders.py": "socket.AF_UNIX os.O_PATH /proc/self/fd/",
-    "server/jobs/sliced_optimizer.py": "sys.platform",
     "server/leadership/election.py": "os.O_RDWR",
     "server/storage/blobs.py": "os.O_RDWR",
     "server/store/database.py": "os.O_RDONLY",

@@ -15,9 +15,8 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundtable.aggregation import OptimizerState, make_optimizer
 from roundtable.core.errors import ResourceError, StorageError, TransferError
-from roundtable.server.jobs import sliced_optimizer as memory
+from roundtable.core.machine import resident_memory as memory
 from roundtable.server.services.transfer import in_thread
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.finite_check import FiniteCheck
@@ -162,27 +161,6 @@ def test_a_full_device(store: ArtifactStore, tmp_path: Path) -> None:
         writer._file = full.fileno()
         with pytest.raises(ResourceError, match="is full: free some space"):
             writer.write(DATA)
-
-
-@pytest.mark.parametrize(
-    "name", ["fedavg", "fedavgm", "diloco", "fedadagrad", "fedadam", "fedyogi", "fedlion"]
-)
-def test_an_optimizer_in_slices_is_the_same_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SLICE", 100)
-    monkeypatch.setattr(memory, "drop_pages", lambda mapped: None)
-    whole = make_optimizer(name)
-    sliced = memory.SlicedOptimizer(whole)
-    chance = torch.Generator().manual_seed(1)
-    model = expected = torch.randn(1234, generator=chance)
-    one: OptimizerState = whole.init(1234)
-    other: OptimizerState = sliced.init(1234)
-    for step in range(3):
-        delta = torch.randn(1234, generator=chance)
-        one, expected = whole.apply(one, expected, delta, step)
-        other, model = sliced.apply(other, model, delta.clone(), step)
-        assert torch.equal(model, expected)
-        assert other.scalars == one.scalars
-        assert all(torch.equal(other.vectors[key], one.vectors[key]) for key in one.vectors)
 
 
 def test_dropping_the_pages_of_a_mapped_file_changes_nothing(tmp_path: Path) -> None:
