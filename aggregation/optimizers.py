@@ -78,7 +78,8 @@ def _beside(model: torch.Tensor, delta: torch.Tensor, state: OptimizerState) -> 
 
 
 def _initial(columns: int, *names: str) -> OptimizerState:
-    return OptimizerState({name: torch.zeros(columns) for name in names}, {"steps": 0})
+    # One zero for all places, which takes no memory.
+    return OptimizerState({name: torch.zeros(()).expand(columns) for name in names}, {"steps": 0})
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import torch
 
 from roundtable.aggregation.conditions import NotFinite
 from roundtable.aggregation.registry import RuleResult
-from roundtable.aggregation.rows.matrix import BLOCK_BYTES, block_ranges, block_width
+from roundtable.aggregation.rows.file_matrix import ROW_COLUMNS
+from roundtable.aggregation.rows.matrix import block_ranges
 from roundtable.aggregation.rows.reductions import is_finite
 from roundtable.aggregation.rows.row_passes import ColumnPass
 from roundtable.core.errors import AggregationError
@@ -27,7 +28,7 @@ class ColumnSink(Protocol):
 
 def blocks_of(vector: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """(first column, values) of successive blocks of a vector in memory, or of a mapped one."""
-    for start, stop in block_ranges(len(vector), block_width(4, vector.itemsize, BLOCK_BYTES)):
+    for start, stop in block_ranges(len(vector), ROW_COLUMNS):
         yield start, vector[start:stop]
 
 

@@ -33,6 +33,9 @@ from roundtable.core.errors import InvalidUpdate
 from roundtable.core.machine.file_access import PLAIN_READ, read_into
 from roundtable.core.paths import AnyPath
 
+ROW_COLUMNS = 1 << 20
+"""Columns of a block at most: few rows are read fast enough in pieces of 4 MiB, and more is only memory."""
+
 _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -123,7 +126,7 @@ class FileMatrix(FileRows):
 
     @override
     def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        width = min(block_width(self.rows, 4, budget_bytes // 2), max(self.columns, 1))
+        width = min(block_width(self.rows, 4, budget_bytes // 2), ROW_COLUMNS, max(self.columns, 1))
         ranges = list(block_ranges(self.columns, width))
         buffers = [torch.empty(self.rows, width, dtype=self._stored) for _ in range(min(2, len(ranges)))]
         with ExitStack() as stack:

@@ -4,6 +4,7 @@
       objects/ab/abcdef…    whole, verified, never changed
       partial/OWNER.DIGEST  what has arrived so far of an upload; survives restarts
       coordinator           identity of the database that these files belong to
+      verified              which large files were whole, and how they looked then
 
 A blob gets its name only after it is whole, its hash is right, it is in the bucket, and it and its folder
 are synced: what the database mentions is there. A new blob is *pinned*, that is not deleted, until it is
@@ -36,6 +37,7 @@ from roundtable.core.failpoints import failpoint
 from roundtable.core.machine.file_access import sync_folder
 from roundtable.server.storage.blobs import BlobWriter, os_error
 from roundtable.server.storage.bucket import Bucket
+from roundtable.server.storage.verified_files import VerifiedFiles, stamp_of
 
 log = logging.getLogger("roundtable.server.storage.artifact_store")
 
@@ -62,13 +64,13 @@ class ArtifactStore:
         self._objects = folder / "objects"
         self._partial = folder / "partial"
         self.refetch: Callable[[str, Path], bool] | None = None
-        # As it was when its hash was right: a file that was changed since is hashed anew.
-        self._verified: dict[str, tuple[int, ...] | None] = {}
+        self._verified = VerifiedFiles(folder / "verified")
         self._pins: Counter[str] = Counter()
         self._lock = Lock()
         # One thread looks for a blob, others that want it wait.
         self._looking = [Lock() for _ in range(64)]
         self._check_folder(identity)
+        self._verified.load()
         if bucket is not None:
             bucket.open(identity)
 
@@ -82,9 +84,9 @@ class ArtifactStore:
         DamagedArtifact if it is missing or damaged wherever it could be, Unreachable if the bucket is away.
         """
         path = self._place(digest)
-        if not self._known(path, digest):
+        if not self._verified.known(digest, path):
             with self._looking[int(digest[:2], 16) % len(self._looking)]:
-                if not self._known(path, digest):
+                if not self._verified.known(digest, path):
                     self._look(path, digest)
         return path
 
@@ -93,7 +95,7 @@ class ArtifactStore:
 
         DamagedArtifact, Unreachable as for `path`.
         """
-        self._verified.pop(digest, None)
+        self._verified.forget(digest)
         self.path(digest)
 
     @contextmanager
@@ -155,7 +157,7 @@ class ArtifactStore:
     def unfinished(self, owner: str) -> list[str]:
         """Digests of what an owner has begun to upload and not ended, what was left alone longest first."""
         kept = [path for path in self._partial.iterdir() if path.name.rpartition(".")[0] == owner]
-        times = {path: stamp[0] for path in kept if (stamp := _stamp(path))}
+        times = {path: stamp[0] for path in kept if (stamp := stamp_of(path))}
         return [path.name.rpartition(".")[2] for path in sorted(times, key=times.__getitem__)]
 
     def drop(self, owner: str, digest: str) -> None:
@@ -201,7 +203,7 @@ class ArtifactStore:
     def discard(self, prefix: str, before: float = inf) -> None:
         """Deletes unfinished uploads whose owner begins with a prefix, untouched since a Unix time."""
         for path in self._partial.iterdir():
-            stamp = _stamp(path)
+            stamp = stamp_of(path)
             if path.name.startswith(prefix) and stamp and stamp[0] < before * 1e9:
                 path.unlink(missing_ok=True)
 
@@ -214,7 +216,7 @@ class ArtifactStore:
                     continue
                 place = self._place(digest)
                 count += place.exists() or self.size(digest) is not None
-                self._verified.pop(digest, None)
+                self._verified.forget(digest)
                 place.unlink(missing_ok=True)
                 if self.bucket is not None:
                     self.bucket.forget(digest)
@@ -270,12 +272,8 @@ class ArtifactStore:
             sync_folder(self._objects)
         with self._lock:
             partial.replace(place)
-            self._verified[digest] = _stamp(place)
+            self._verified.note(digest, place)
         sync_folder(place.parent)
-
-    def _known(self, path: Path, digest: str) -> bool:
-        stamp = _stamp(path)
-        return stamp is not None and self._verified.get(digest) == stamp
 
     def _look(self, path: Path, digest: str) -> None:
         try:
@@ -284,7 +282,7 @@ class ArtifactStore:
             if not self._bring(digest):
                 raise
         else:
-            self._verified[digest] = _stamp(path)
+            self._verified.note(digest, path)
 
     def _bring(self, digest: str) -> bool:
         """Fetches a blob from the bucket or a replica; False if no place has it whole."""
@@ -315,7 +313,7 @@ class ArtifactStore:
 
         They are two where the same blob was stored again meanwhile: a reader may have opened either.
         """
-        stamp = _stamp(path)
+        stamp = stamp_of(path)
         if stamp is None:
             raise DamagedArtifact(digest, f"artifact {digest} was removed while it was read")
         self._check(path, file, digest)
@@ -366,15 +364,6 @@ class ArtifactStore:
                 "by the user who runs the coordinator"
             ) from error
         _compare(self.folder, owned_by, identity)
-
-
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    """A value that changes with every write to the file; None if there is no file."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def check_owner(folder: Path, identity: str) -> None:
