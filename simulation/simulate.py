@@ -54,7 +54,7 @@ from roundtable.simulation.reporting.kept_models import Keeper
 from roundtable.simulation.reporting.notebook import notebook_report
 from roundtable.simulation.reporting.progress import Progress, Report
 from roundtable.simulation.reporting.result import Result
-from roundtable.simulation.reporting.run_directory import RunDirectory
+from roundtable.simulation.reporting.run_directory import QUIET, RunDirectory
 from roundtable.simulation.reporting.usage import Meter
 from roundtable.simulation.world.central_test import CentralTest
 from roundtable.simulation.world.config import check_population, devices_table
@@ -326,7 +326,7 @@ class _Listener:
         note = replace(note, message=self.names.said(note.message))
         if self._run is not None:
             self._run.note(note, now, self.names)
-        if self._report is not None and note.kind != "update_received":
+        if self._report is not None and note.kind not in QUIET:
             self._report(Progress("note", note.round, self._job.rounds, note=note))
 
     def answered(self, step: Step, done: int, total: int) -> None:

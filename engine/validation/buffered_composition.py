@@ -41,7 +41,7 @@ def check_buffered(job: JobConfig) -> None:
 
 
 def why_not_served(job: JobConfig) -> str:
-    """Why no coordinator and no silo runs the job, which can be simulated; "" where they do."""
+    """Why no coordinator takes the job, which can be simulated; "" where one does."""
     if job.round.mode != "buffered" or masking_of(job.privacy) is None:
         return ""
     return (

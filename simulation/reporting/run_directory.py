@@ -37,7 +37,8 @@ from roundtable.simulation.world.natural_names import NaturalNames, checked_name
 
 _MAY_DIFFER = {"rounds", "name", "tracking"}
 _MAY_DIFFER_IN_SIMULATION = {"backend", "workers", "device", "masking"}
-_QUIET = {"update_received"}
+QUIET = {"update_received", "update_ready"}
+"""Events of which there is one for each update: nobody is told of them one by one."""
 
 
 class RunDirectory:
@@ -96,7 +97,7 @@ class RunDirectory:
 
     def note(self, note: Note, now: float, names: NaturalNames) -> None:
         """Appends to events.jsonl; the arrival of each update is in the history anyway."""
-        if note.kind not in _QUIET:
+        if note.kind not in QUIET:
             line = {"time": now, "kind": note.kind, "round": note.round, "attempt": note.attempt}
             line["client"] = note.client
             if names and note.client:

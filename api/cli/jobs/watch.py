@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpdate
 
 # How the job ended is said once, after the display.
-_QUIET = {"update_received", "job_running", "job_finished", "job_cancelled", "job_failed", "job_paused"}
+_QUIET = {
+    "update_received",
+    "update_ready",
+    "job_running",
+    "job_finished",
+    "job_cancelled",
+    "job_failed",
+    "job_paused",
+}
 _STYLES = {
     "queued": "magenta",
     "training": "cyan",

@@ -141,3 +141,16 @@ def test_a_finished_update_whose_silo_does_not_come_back_keeps_nobody_waiting():
 def test_no_coordinator_takes_such_a_job():
     assert "keep finished updates for a group" in why_not_served(masked().job)
     assert why_not_served(job('[round]\nmode = "buffered"\nbuffer = 3')) == ""
+
+
+def test_who_was_in_a_sum_that_may_be_known_is_a_group_however_few_they_are_of_a_buffer():
+    driver = masked(size=4, clients="abcd", automatic=False)
+    prepare(driver, "a", "b", "c", "d")
+    upload(driver, "a", "b", "c")
+    driver.send(m.ClientFailed(driver.step(), SiteFailure("d", 1, 1, "train", "node_failure", "lost")))
+    driver.send(m.Unmasking(driver.step()), m.AggregationFailed(driver.step(), "shares are missing"))
+    driver.finish_pending()
+    prepare(driver, "d")
+    assert sorted(driver.engine.state.at_work) == ["a", "b", "c"]
+    prepare(driver, "a", "b", "c")
+    assert group(driver) == ["a", "b", "c"]
