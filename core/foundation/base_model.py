@@ -132,6 +132,15 @@ class BaseModel:
             + (f"{' or '.join(fitting)} would fit" if fitting else "no precision fits: take a smaller base")
         )
 
+    def form(self) -> nn.Module:
+        """The model without its weights, float32: where parameters take no memory, it takes none."""
+        try:
+            return library("transformers").AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+                self.config, dtype=torch.float32, trust_remote_code=False
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise TaskError(f"base {self.name!r} cannot be made: {error}") from error
+
     def load(self, precision: str) -> nn.Module:
         """The model with its weights, all there and all finite. TaskError otherwise."""
         self.check_memory(precision)

@@ -170,14 +170,13 @@ class HuggingFaceTask(Task):
 
     @override
     def model(self) -> nn.Module:
-        if torch.get_default_device().type == "meta":
-            raise TaskError(
-                f"{type(self).__name__} reads its base whole, and a silo's [cluster] asks its ranks for "
-                "models without weights: train it in the one process of an agent without [cluster]"
-            )
+        # The ranks of a silo's [cluster] ask for a model without weights, and read their parts themselves.
+        empty = nn.Linear(1, 1).weight.is_meta
+        if empty:
+            self._check_ranks()
         found = self.pretrained_base
         found.check_length(self.length, self.positions)
-        model: Any = found.load(self.precision)
+        model: Any = found.form() if empty else found.load(self.precision)
         seed = torch.initial_seed()
         if self.method != "full":
             # By the job's seed alone, whatever the loading of a base may have drawn.
@@ -190,13 +189,26 @@ class HuggingFaceTask(Task):
             for name, parameter in model.named_parameters():
                 if ".lora_A." in name:
                     parameter.requires_grad_(False)
-        if self.checkpointing:
+        if self.checkpointing and not empty:  # What ranks compute again is their plan's.
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.enable_input_require_grads()
         self._check_trained(model)
         pins = {name: nn.Parameter(value, requires_grad=False) for name, value in found.pins().items()}
         setattr(model, PINNED, nn.ParameterDict(pins))
         return model  # type: ignore[no-any-return]
+
+    def _check_ranks(self) -> None:
+        """TaskError for what the ranks of a silo's [cluster] would not train as one process does."""
+        why = ""
+        if self.method == "prefix":
+            why = 'method = "prefix": layers that ranks compute again take no cache of keys and values'
+        elif self.precision != "float32":
+            why = f'precision = "{self.precision}": ranks share out parameters of one precision, float32'
+        if why:
+            raise TaskError(
+                f"{type(self).__name__} at a silo with [cluster], {why}; train it in the one process of an "
+                'agent without [cluster], or set method = "lora" and precision = "float32"'
+            )
 
     def adapter_config(self) -> Any:
         """peft's configuration of what trains."""

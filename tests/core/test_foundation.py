@@ -151,8 +151,12 @@ def test_settings_that_make_no_sense_are_refused(llama: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             task_of(llama, **settings)  # type: ignore[arg-type]
-    with torch.device("meta"), pytest.raises(TaskError, match="without"):
-        task_of(llama).model()
+    for settings in ({"method": "prefix"}, {"precision": "bfloat16"}):
+        with (
+            torch.device("meta"),
+            pytest.raises(TaskError, match=r"at a silo with \[cluster\], .*one process"),
+        ):
+            task_of(llama, **settings).model()  # type: ignore[arg-type]
 
 
 def test_a_base_is_found_by_each_party_itself(

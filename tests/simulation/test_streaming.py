@@ -320,6 +320,8 @@ def test_bytes_that_are_not_of_the_fragment_that_is_due_are_refused() -> None:
     [
         ('[algorithm]\nname = "streaming"\nsteps = 2', "missing; algorithm 'streaming' needs it"),
         ('[algorithm]\nname = "streaming"\nfragments = 2\noverlap = 3', "there is no overlap"),
+        ('[algorithm]\nname = "streaming"\nfragments = 2\neager = true', "there are no eager updates"),
+        ("[algorithm]\neager = true", "a round's model is there before the next round begins"),
         ('[transfer]\nup = "fragments(count=2)"', "by the algorithm that sends a model in fragments"),
     ],
 )

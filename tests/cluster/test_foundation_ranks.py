@@ -1,0 +1,73 @@
+"""Adapters over a pretrained base at a silo with a cluster, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster_silo import Silo, watched
+from tiny_bases import write_base
+
+from roundtable.cluster.parallel.meta_init import model_on_meta
+from roundtable.core import Layout
+from roundtable.core.foundation.huggingface_task import HuggingFaceTask
+
+TASK = """
+from pathlib import Path
+import torch
+import roundtable as rt
+
+class Toy(rt.HuggingFaceTask):
+    def __init__(self):
+        super().__init__(str(Path(__file__).with_name("base")), length=40, targets="all-linear")
+    def texts(self, site):
+        texts = [f"north ward, bed {bed}: stable and fine" for bed in range(16)]
+        return texts, texts[:4]
+    def optimizer(self, parameters, context):
+        return torch.optim.SGD(parameters, lr=context.learning_rate)
+    def model(self):
+        made = super().model()
+        for part in made.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0  # Ranks draw masks of their own.
+        return made
+"""
+JOB: dict[str, Any] = {"algorithm": {"learning_rate": 0.5, "batch_size": 4, "steps": 4}}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", ["lora", "ffa_lora", "dora", "ia3", "full"])
+def test_a_model_without_weights_has_the_tensors_of_the_real_one(
+    kind: Any, method: Any, tmp_path: Path
+) -> None:
+    """And no parameter takes memory: the base is read by parts."""
+    task = HuggingFaceTask(str(write_base(tmp_path / "base", kind)), 40, method=method)
+    empty, real = model_on_meta(task), task.model()
+    assert all(parameter.is_meta for parameter in empty.parameters())
+
+    def told(model: torch.nn.Module) -> Any:
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return trained, {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
+
+    assert told(empty) == told(real)
+    buffers = dict(empty.named_buffers())
+    assert all(torch.equal(buffers[name], value) for name, value in real.named_buffers())
+    assert Layout.of(real).size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("strategy", [{"data_parallel": "ddp"}, {"data_parallel": "zero3", "micro_batch": 2}])
+async def test_two_ranks_train_adapters_as_one_process(
+    kind: Any, strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    write_base(tmp_path / "base", kind)
+    silo = Silo(tmp_path, JOB, TASK, table={"strategy": strategy, "timeout": 60.0})
+    alone = silo.alone()
+    async with silo.trainer() as trainer:
+        trained = await trainer.train(silo.work(), watched([]))
+    assert trained.metrics["loss"][0] > 0
+    assert float(alone.abs().max()) > 1e-2
+    torch.testing.assert_close(silo.update(), alone, rtol=1e-4, atol=1e-6)
