@@ -5,17 +5,19 @@
 All silos and the coordinator run in this process, one after the other, with what an analysis computes in a
 round: public numbers, gradients, histograms, digits, their sum, splits, and what the coordinator keeps. Not
 counted: making bins (on either side), what travels, masks, and the engine. The cuts are xgboost's own, and
-the trees are compared with its trees.
+the trees are compared with its trees. Both take turns, `--repeats` times; seconds and ratios are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,71 +52,95 @@ def made(rows: int, features: int, values: int) -> tuple[Any, Any]:
     return matrix, (draw.random(rows) < 1 / (1 + np.exp(-linear))).astype(np.float32)
 
 
-def pooled(
-    matrix: Any, outcome: Any, options: argparse.Namespace
-) -> tuple[Any, dict[str, list[float]], float]:
-    """xgboost's trees, its cuts, and its processor seconds."""
-    names = [f"f{place}" for place in range(options.features)]
-    held = xgboost.QuantileDMatrix(matrix, outcome, feature_names=names, max_bin=options.bins, nthread=1)
-    offsets, values = held.get_quantile_cut()
-    edges = {
-        name: values[offsets[place] + 1 : offsets[place + 1]].tolist() for place, name in enumerate(names)
-    }
-    asked = {"objective": "binary:logistic", "tree_method": "hist", "max_bin": options.bins, "nthread": 1}
-    asked |= {"base_score": 0.5, "eta": 0.3, "max_depth": options.depth}
-    xgboost.train(asked, held, 1)
-    taken = []
-    for _ in range(options.repeats):
+@dataclass
+class Pooled:
+    """xgboost on all rows, which it has binned."""
+
+    held: Any
+    options: argparse.Namespace
+
+    @classmethod
+    def of(cls, matrix: Any, outcome: Any, options: argparse.Namespace) -> Pooled:
+        """With xgboost's own cuts."""
+        names = [f"f{place}" for place in range(options.features)]
+        held = xgboost.QuantileDMatrix(matrix, outcome, feature_names=names, max_bin=options.bins, nthread=1)
+        return cls(held, options)
+
+    @property
+    def edges(self) -> dict[str, list[float]]:
+        """The cuts of each feature."""
+        offsets, values = self.held.get_quantile_cut()
+        spans = zip(self.held.feature_names, itertools.pairwise(offsets), strict=True)
+        return {name: values[start + 1 : stop].tolist() for name, (start, stop) in spans}
+
+    def grow(self) -> tuple[Any, float]:
+        """The trees, and their processor seconds."""
+        asked = {"objective": "binary:logistic", "tree_method": "hist", "max_bin": self.options.bins}
+        asked |= {"base_score": 0.5, "eta": 0.3, "max_depth": self.options.depth, "nthread": 1}
         start = time.process_time()
-        found = xgboost.train(asked, held, options.trees)
-        taken.append(time.process_time() - start)
-    return found, edges, float(np.median(taken))
+        found = xgboost.train(asked, self.held, self.options.trees)
+        return found, time.process_time() - start
 
 
-def federated(
-    matrix: Any, outcome: Any, edges: dict[str, list[float]], options: argparse.Namespace
-) -> tuple[Any, int, int]:
-    """The answer, a silo's values in a round, and the rounds that trees took."""
-    columns = {name: ColumnTable(least=0, most=options.values) for name in edges}
-    columns["y"] = ColumnTable(kind="category", values=(0, 1))
-    asked = {"ask": "boosted_trees", "outcome": "y", "on": list(edges), "edges": edges, "base_score": 0.5}
-    asked |= {"rounds": options.trees, "max_depth": options.depth}
-    survey = Survey.of(columns, [TypeAdapter(AnyQuestion).validate_python(asked)], 1, None, options.silos)
-    parts = []
-    for place in range(options.silos):
-        own = slice(place * options.rows, (place + 1) * options.rows)
-        table = dict(zip(edges, matrix[own].T, strict=True)) | {"y": outcome[own]}
-        parts.append(DataTable(table, columns))
-    public = {name: np.zeros(shape) for name, shape in survey.public_places.shapes.items()}
-    down, held = survey.public_places.pack(public), torch.zeros(survey.kept_places.size)
-    rounds, binned = 0, False
-    while survey.open(public):
-        if public["0.stage"][0] == GROWING and not binned:
+@dataclass
+class Federated:
+    """The question of many silos, each with its table."""
+
+    survey: Survey
+    parts: list[DataTable]
+
+    @classmethod
+    def of(
+        cls, matrix: Any, outcome: Any, edges: dict[str, list[float]], options: argparse.Namespace
+    ) -> Federated:
+        """Each silo's rows in turn."""
+        columns = {name: ColumnTable(least=0, most=options.values) for name in edges}
+        columns["y"] = ColumnTable(kind="category", values=(0, 1))
+        asked = {"ask": "boosted_trees", "outcome": "y", "on": list(edges), "edges": edges, "base_score": 0.5}
+        asked |= {"rounds": options.trees, "max_depth": options.depth}
+        question = TypeAdapter(AnyQuestion).validate_python(asked)
+        parts = []
+        for place in range(options.silos):
+            own = slice(place * options.rows, (place + 1) * options.rows)
+            table = dict(zip(edges, matrix[own].T, strict=True)) | {"y": outcome[own]}
+            parts.append(DataTable(table, columns))
+        return cls(Survey.of(columns, [question], 1, None, options.silos), parts)
+
+    def grow(self) -> tuple[Any, int]:
+        """The answer, and the rounds that trees took, whose seconds are `SPENT`."""
+        survey, parts = self.survey, self.parts
+        public = {name: np.zeros(shape) for name, shape in survey.public_places.shapes.items()}
+        down, held = survey.public_places.pack(public), torch.zeros(survey.kept_places.size)
+        rounds, binned = 0, False
+        while survey.open(public):
+            if public["0.stage"][0] == GROWING and not binned:
+                for part in parts:
+                    survey.sums(
+                        part, public
+                    )  # Rows are binned, and that is not counted; all else is done again.
+                    for key in [key for key in part.derived if key[0] == "boosted"]:
+                        del part.derived[key]
+                SPENT.clear()
+                rounds, binned = 0, True
+            total = None
             for part in parts:
-                survey.sums(part, public)  # Rows are binned, and that is not counted; all else is done again.
-                for key in [key for key in part.derived if key[0] == "boosted"]:
-                    del part.derived[key]
-            SPENT.clear()
-            rounds, binned = 0, True
-        total = None
-        for part in parts:
-            with spent("silos: public numbers, gradients, histograms and digits"):
-                sent = survey.sum_places.encode(survey.sums(part, survey.public_places.unpack(down)))
+                with spent("silos: public numbers, gradients, histograms and digits"):
+                    sent = survey.sum_places.encode(survey.sums(part, survey.public_places.unpack(down)))
+                with spent("digits added"):
+                    total = sent if total is None else total.add_(sent)
             with spent("digits added"):
-                total = sent if total is None else total.add_(sent)
-        with spent("digits added"):
-            mean = total / len(parts)
-        with spent("coordinator: sums of digits"):
-            sums = survey.sum_places.decode(mean, len(parts))
-        with spent("coordinator: public and kept numbers"):
-            now = survey.public_places.unpack(down) | survey.kept_places.unpack(held)
-        with spent("coordinator: splits"):
-            after = survey.step(now, sums)
-        with spent("coordinator: public and kept numbers"):
-            down, held = survey.public_places.pack(after), survey.kept_places.pack(after)
-        public = {name: after[name] for name in public}
-        rounds += 1
-    return survey.answers(public)[0], survey.sum_places.size, rounds
+                mean = total / len(parts)
+            with spent("coordinator: sums of digits"):
+                sums = survey.sum_places.decode(mean, len(parts))
+            with spent("coordinator: public and kept numbers"):
+                now = survey.public_places.unpack(down) | survey.kept_places.unpack(held)
+            with spent("coordinator: splits"):
+                after = survey.step(now, sums)
+            with spent("coordinator: public and kept numbers"):
+                down, held = survey.public_places.pack(after), survey.kept_places.pack(after)
+            public = {name: after[name] for name in public}
+            rounds += 1
+        return survey.answers(public)[0], rounds
 
 
 def same(mine: Any, theirs: Any) -> bool:
@@ -137,21 +163,34 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures into this file")
     options = parser.parse_args()
     matrix, outcome = made(options.silos * options.rows, options.features, options.values)
-    wanted, edges, alone = pooled(matrix, outcome, options)
-    answer, values, rounds = federated(matrix, outcome, edges, options)
+    pooled = Pooled.of(matrix, outcome, options)
+    federated = Federated.of(matrix, outcome, pooled.edges, options)
+    pooled.grow()
+    taken, parts = [], []
+    for _ in range(options.repeats):
+        wanted, seconds = pooled.grow()
+        taken.append(seconds)
+        answer, rounds = federated.grow()
+        parts.append(dict(SPENT))
+    alone = float(np.median(taken))
+    shares = [sum(each.values()) / seconds for each, seconds in zip(parts, taken, strict=True)]
     print(
         f"{options.silos} silos x {options.rows:,} rows x {options.features} features, {options.bins} bins:"
     )
     print(f"{'xgboost on the pooled rows':58}{alone:8.3f} s")
-    for name, seconds in SPENT.items():
+    middle = {name: float(np.median([each[name] for each in parts])) for name in parts[0]}
+    for name, seconds in middle.items():
         print(f"{name:58}{seconds:8.3f} s")
-    together = sum(SPENT.values())
-    print(f"{'all silos and the coordinator':58}{together:8.3f} s, {together / alone:.2f} of xgboost's")
+    together = float(np.median([sum(each.values()) for each in parts]))
+    ratios = f"{np.median(shares):.2f} of xgboost's beside it ({min(shares):.2f} to {max(shares):.2f})"
+    print(f"{'all silos and the coordinator':58}{together:8.3f} s, {ratios}")
+    values = federated.survey.sum_places.size
     print(f"{rounds} rounds, in each of which a silo sends {4 * values / 1e6:.2f} MB")
     alike = same(answer.model, json.loads(wanted.save_raw("json")))
     print(f"the same trees as xgboost {xgboost.__version__}: {alike}")
     if options.json is not None:
-        figures = {"xgboost_s": alone, "together_s": together, "parts_s": SPENT, "rounds": rounds}
+        figures = {"xgboost_s": alone, "together_s": together, "parts_s": middle, "rounds": rounds}
+        figures["ratios"] = shares
         asked = {**vars(options), "json": None, "values_a_round": values, "same_trees": alike}
         options.json.write_text(json.dumps({**asked, **figures}, indent=2))
 
