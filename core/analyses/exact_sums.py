@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ldexp, prod
 from typing import Protocol
 
@@ -57,22 +58,22 @@ class Digits:
 
     silos: int = MOST_SILOS
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Of a digit."""
         return min(_MOST_BITS, _SUM_BITS - self.silos.bit_length())
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Digits of a count."""
         return -(-_COUNT_BITS // self.bits)
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """Digits of a whole number of either sign."""
         return -(-_WHOLE_BITS // self.bits)
 
-    @property
+    @cached_property
     def real(self) -> int:
         """Digits of a real number."""
         return -(-_REAL_BITS // self.bits)
@@ -115,12 +116,12 @@ class SumPlaces:
     histograms: Mapping[str, Shape] = field(default_factory=dict)
     digits: Digits = field(default_factory=Digits)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Values of the vector."""
         return sum(planes * cells for _, planes, cells in self._places)
 
-    @property
+    @cached_property
     def _places(self) -> list[tuple[str, int, int]]:
         """Name, digits of a cell, and cells, in order."""
         digits, found = self.digits, []
@@ -235,7 +236,7 @@ class PublicPlaces:
 
     shapes: Mapping[str, Shape]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Values of the vector: three for each number."""
         return FLOATS * sum(map(prod, self.shapes.values()))

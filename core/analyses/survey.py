@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,7 @@ class Survey:
         names = {name for question in self.questions for name in question.names}
         return {name: table for name, table in self.columns.items() if name in names}
 
-    @property
+    @cached_property
     def sum_places(self) -> SumPlaces:
         """Where the sums of each question are."""
         counts: dict[str, Shape] = {}
@@ -140,7 +141,7 @@ class Survey:
             histograms |= {f"{number}.{name}": shape for name, shape in question.histograms.items()}
         return SumPlaces(counts, reals, wholes, histograms, self.digits)
 
-    @property
+    @cached_property
     def public_places(self) -> PublicPlaces:
         """Where the public numbers are: how many silos began, and those of each question."""
         shapes: dict[str, Shape] = {"silos": (1,)}
@@ -149,7 +150,7 @@ class Survey:
             shapes |= {f"{number}.{name}": shape for name, shape in question.public.items()}
         return PublicPlaces(shapes)
 
-    @property
+    @cached_property
     def kept_places(self) -> PublicPlaces:
         """Where the numbers are that the coordinator keeps for itself."""
         shapes: dict[str, Shape] = {}

@@ -28,8 +28,10 @@ from roundtable.core.analyses.boosted_trees.bin_cuts import (
     refined,
 )
 from roundtable.core.analyses.boosted_trees.boosting import GROWING
+from roundtable.core.analyses.boosted_trees.row_kernels import AskedNodes, BinnedRows, NodeHistograms
 from roundtable.core.analyses.boosted_trees.split_choice import Growth, NodeSplits
 from roundtable.core.analyses.boosted_trees.tree_growing import split_code
+from roundtable.core.analyses.exact_sums import Digits
 from roundtable.core.analyses.question import Answer
 from roundtable.core.analyses.questions_table import AnyQuestion
 from roundtable.core.analyses.survey import Survey
@@ -228,6 +230,31 @@ def test_trees_do_not_depend_on_the_split_the_kernel_or_what_silos_remember(
     found.append(grow(silos, QUESTION, columns, 5))
     assert found[0].model is not None
     assert all(other.model == found[0].model for other in found)
+
+
+@pytest.mark.parametrize(("rows", "widths"), [(65537, (2, 3, 5)), (70000, (300, 2)), (900, (17, 256, 2) * 6)])
+def test_the_compiled_histograms_are_those_of_numpy(
+    rows: int, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many rows in one bin, more than a block, and of features that a byte holds and that none does."""
+    draw = np.random.default_rng(0)
+    columns = [draw.integers(0, width, rows) for width in widths]
+    columns[1][:] = 1
+    offsets = np.cumsum([0, *widths])
+    pairs = np.empty(rows, dtype=row_kernels.PAIR)
+    pairs["gradient"] = draw.integers(-(1 << 31), 1 << 31, rows)
+    pairs["hessian"] = draw.integers(0, 1 << 31, rows)
+    nodes = draw.choice(np.array([3, 4, 4, 4, 5, 9], dtype=np.int32), rows)
+    nodes[: min(rows, 66000)] = 4
+    asked = AskedNodes(nodes, pairs, np.array([4, 9, 8]), np.array([2, 0, 3]))
+    binned = BinnedRows.of(columns, rows, offsets)
+    found = NodeHistograms(binned, 4, 2, [asked])
+    digits = Digits(20)
+    outs = [np.full((8, 4 * binned.width), np.nan, dtype=np.float32) for _ in range(2)]
+    assert found.write(digits, outs[0])
+    monkeypatch.setattr(row_kernels, "_library", lambda: None)
+    assert found.write(digits, outs[1])
+    np.testing.assert_array_equal(*outs)
 
 
 @pytest.mark.parametrize(("outcome", "kinds"), [("disease", 2), ("num", 5)])
