@@ -212,11 +212,7 @@ class BoostedTrees(Question):
         return stage != GROWING or (self.begins == GROWING and bool((asked == 0).any()))
 
     def _loss_sums(self, state: BoostedRows, held: Any, public: Arrays) -> dict[str, Doubles]:
-        parts: tuple[Any, Any] = (~held, held)
-        if not held.any():
-            parts = (slice(None), slice(0))
-        if not held.any():
-            parts = (slice(None), slice(0))
+        parts: Any = (~held, held) if held.any() else (slice(None), slice(0))
         losses = [self.objective.loss(state.margins[part], state.outcome[part]) for part in parts]
         if state.weights is None:
             return {"losses": np.array([each.sum() for each in losses])}
