@@ -11,21 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from chaos_jobs import Submitted, configured
 from chaos_verdict import Judge
 from constant_trainer import Constant
 from federation import NAMES, federation_of, silo
-from unvarying import unvary
+from unvarying import unvaried
 
 from roundtable.client.agent.agent import Agent
 from roundtable.client.agent.silo_log import NAME
 from roundtable.core import JobConfig, Layout, Model, save_model
 from roundtable.core.identity.credentials import issue
 from roundtable.operator import OperatorClient
-from roundtable.privacy.mechanisms import noise
-from roundtable.privacy.secagg import quantise
 
 CASES = ("fedadam", "client")
 
@@ -76,12 +73,10 @@ def submitted(address: str, folder: Path, configs: dict[str, JobConfig]) -> list
 
 
 @asynccontextmanager
-async def ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Any, Any]]:
+async def ended(folder: Path) -> AsyncIterator[tuple[Any, Any]]:
     """A sound run's world and jobs, with a coordinator that still answers."""
-    for owner in (noise.SecureNoise, quantise._system_random):
-        monkeypatch.setattr(owner, "__init__", owner.__init__)
-    unvary("coordinator")
     async with AsyncExitStack() as stack:
+        stack.enter_context(unvaried("coordinator"))
         address, _ = await stack.enter_async_context(federation_of(folder, "", keep_updates=100))
         issue(folder / "ca", "olga", "operator", folder / "olga")
         (folder / "hub.toml").write_text(
@@ -168,8 +163,8 @@ FOUND: list[tuple[str, Plant, str]] = [
 ]
 
 
-async def test_each_planted_fault_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ended(tmp_path, monkeypatch) as (world, jobs):
+async def test_each_planted_fault_is_found_and_named(tmp_path: Path) -> None:
+    async with ended(tmp_path) as (world, jobs):
         verdict = await asyncio.to_thread(lambda: Judge(world, jobs).judge())
         assert verdict.wrong == []
         assert (verdict.rounds, verdict.acknowledged, verdict.charged, verdict.audited) == (8, 24, 4, 4)

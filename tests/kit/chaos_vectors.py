@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from chaos_silo import EXAMPLES, LOSS
-from unvarying import unvary
+from unvarying import unvaried
 
 from roundtable.core import JobConfig
 from roundtable.core.seeds import torch_generator
@@ -29,9 +29,9 @@ def model_of_sum(
     secure = SecureRound.of(job, len(before), cohort, round)
     total = None
     for name in present:
-        unvary(name)
-        source = secure.encode(delta_of(round, name, len(before)).numpy(), EXAMPLES, LOSS)
-        ring = source.block(0, secure.length)
+        with unvaried(name):
+            source = secure.encode(delta_of(round, name, len(before)).numpy(), EXAMPLES, LOSS)
+            ring = source.block(0, secure.length)
         total = ring if total is None else total + ring
     assert total is not None
     mean = Mean.of_secure_sum(secure.decode(total, len(present), cohort))

@@ -7,6 +7,8 @@ bit by bit only where they draw the same: here from a key that follows from the 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +43,19 @@ def unvary(name: str) -> None:
 
     noise.SecureNoise.__init__ = begin  # type: ignore[method-assign]
     quantise._system_random.__init__ = begin_rounding  # type: ignore[method-assign]
+
+
+@contextmanager
+def unvaried(name: str) -> Iterator[None]:
+    """`unvary` until the block is left: a test's own process draws as ever afterwards."""
+    from roundtable.privacy.mechanisms import noise
+    from roundtable.privacy.secagg import quantise
+
+    owners: tuple[Any, ...] = (noise.SecureNoise, quantise._system_random)
+    real = [owner.__init__ for owner in owners]
+    unvary(name)
+    try:
+        yield
+    finally:
+        for owner, begin in zip(owners, real, strict=True):
+            owner.__init__ = begin

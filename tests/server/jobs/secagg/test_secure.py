@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from roundtable.client.policy.config import PolicyTable
 from roundtable.core.models import open_model
 from roundtable.proto import agent_pb2, common_pb2, operator_pb2
 from roundtable.server.door.from_agents import offer_of
+from roundtable.server.storage.blobs import BlobWriter
 from roundtable.server.storage.location import Unreachable
 
 COLUMNS = 1500
@@ -122,14 +122,14 @@ async def test_a_store_that_is_away_when_the_model_is_made_changes_nothing_of_it
         federation.operator() as operator,
     ):
         artifacts = coordinator.jobs._services.artifacts
-        create, failures = artifacts.create, [Unreachable("the bucket is away")]
+        creating, failures = artifacts.creating, [Unreachable("the bucket is away")]
 
-        def away_once(blocks: Iterable[bytes | memoryview]) -> tuple[str, int]:
+        def away_once() -> AbstractContextManager[BlobWriter]:
             if failures:
                 raise failures.pop()
-            return create(blocks)
+            return creating()
 
-        artifacts.create = away_once
+        artifacts.creating = away_once
         job = await operator.submit(SECURE + "[cohort]\nsize = 3", rounds=1, vector=torch.ones(COLUMNS))
         await operator.watch_until(job.id, "finished")
         await check_mean(federation, operator, job.id, (0, 1, 2), initial=1.0)
