@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,9 @@ def serving() -> Iterator[Owner]:
         try:
             yield owner
         finally:
-            process.kill()
+            # Not only the server: what members have started has no parent that it would end with.
+            for pid, _, _ in session(process.pid):
+                os.kill(pid, signal.SIGKILL)
 
 
 def pids(output: int, members: int) -> list[list[int]]:
@@ -102,18 +104,20 @@ def rest(output: int) -> str:
     return text.decode()
 
 
+def session(leader: int) -> Iterator[tuple[int, str, int]]:
+    """(process, state, parent) of all that are in its session."""
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent, _, led = each.read_text().rpartition(")")[2].split()[:4]
+            if int(led) == leader:
+                yield int(each.parent.name), state, int(parent)
+
+
 def states(owner: Owner) -> list[str]:
     """The states of all other processes of the server's session; of zombies, those that are its to take."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent, _, session = each.read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        mine = str(owner.process.pid)
-        if session == mine != each.parent.name and (state != "Z" or parent == mine):
-            found.append(state)
-    return found
+    server = owner.process.pid
+    others = [(state, parent) for pid, state, parent in session(server) if pid != server]
+    return [state for state, parent in others if state != "Z" or parent == server]
 
 
 def test_a_killed_member_ends_its_group_with_all_that_it_started_and_no_other() -> None:
