@@ -156,6 +156,7 @@ def same(mine: Any, theirs: Any) -> bool:
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     numbers = (("silos", 20), ("rows", 50000), ("features", 100), ("bins", 256), ("depth", 6), ("trees", 1))
     for key, default in (*numbers, ("values", 256), ("repeats", 3)):
