@@ -53,7 +53,7 @@ class VerifiedFiles:
             digest, *numbers = line.split(" ")
             if not numbers:
                 self._stamps.pop(digest, None)
-            elif len(numbers) == 3 and all(number.isdecimal() for number in numbers):
+            elif len(numbers) == 3 and all(each.isdecimal() and len(each) < 20 for each in numbers):
                 self._stamps[digest] = tuple(map(int, numbers))
 
     def known(self, digest: str, path: Path) -> bool:

@@ -74,7 +74,8 @@ def test_a_torn_or_foreign_file_of_lines_is_passed_over(tmp_path: Path, hashed: 
     digest, _ = ArtifactStore(tmp_path, "x").create([DATA])
     lines = tmp_path / "verified"
     whole = lines.read_bytes()
-    for torn in (whole[:-1], whole[: len(whole) // 2], b"\xff\xfe\n", b"a b c d e\n" + whole[:-3]):
+    foreign = (b"a b c d e\n" + whole[:-3], b"a 1 2 " + b"9" * 5000 + b"\n")
+    for torn in (whole[:-1], whole[: len(whole) // 2], b"\xff\xfe\n", *foreign):
         lines.write_bytes(torn)
         hashed.clear()
         assert ArtifactStore(tmp_path, "x").path(digest).read_bytes() == DATA
