@@ -105,11 +105,13 @@ class BaseModel:
         try:
             known = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
             files = {*known.values()} or {"model.safetensors"}
+            if any(Path(file).name != file for file in files):
+                return 0  # An index names files of the base's own folder.
             total = 0
             for file in sorted(files):
                 with safetensors.safe_open(self.folder / file, framework="pt") as opened:
                     total += sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
-        except (OSError, SafetensorError, ValueError, KeyError, AttributeError):
+        except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError):
             return 0  # What is wrong, loading says.
         return total
 

@@ -347,6 +347,16 @@ def test_a_base_that_does_not_fit_into_memory_is_refused_with_what_fits(
     task_of(llama).model()
 
 
+@pytest.mark.parametrize("entry", ["../base/model.safetensors", ["a"], 7, "missing.safetensors"], ids=str)
+def test_an_index_that_names_no_files_of_its_folder_counts_nothing(
+    llama: Path, tmp_path: Path, entry: object
+) -> None:
+    base, other = copy_of(llama, tmp_path / "base"), copy_of(llama, tmp_path / "other")
+    assert find_base(str(base)).values > 0
+    (other / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": entry}}))
+    assert find_base(str(other)).values == 0
+
+
 def test_another_major_version_of_transformers_or_special_token_is_another_model(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
