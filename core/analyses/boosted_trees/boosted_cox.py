@@ -151,8 +151,8 @@ class BoostedHazards(BoostedTrees):
         return place[np.abs(outcome).astype(np.int64) - 1]
 
     @override
-    def _around(self, outcome: Singles, public: Arrays) -> Doubles | None:
-        return public["curves"][self._intervals_of(outcome, public)]
+    def _around(self, table: DataTable, rows: dict[str, Any], public: Arrays) -> Doubles | None:
+        return public["curves"][self._intervals_of(rows["outcome"], public)]
 
     @override
     def _loss_sums(self, state: BoostedRows, held: Any, public: Arrays) -> dict[str, Doubles]:

@@ -22,9 +22,10 @@ from roundtable.core.analyses.boosted_trees.boosting_objectives import (
     SquaredError,
 )
 from roundtable.core.analyses.boosted_trees.feature_bins import BoostingPlan, FeatureBins
+from roundtable.core.analyses.boosted_trees.grown_trees import grown_trees
 from roundtable.core.analyses.boosted_trees.row_kernels import AskedNodes, NodeHistograms
 from roundtable.core.analyses.boosted_trees.tree_growing import Grower
-from roundtable.core.analyses.boosted_trees.xgboost_model import importance_of, nine_digits, xgboost_model
+from roundtable.core.analyses.boosted_trees.xgboost_model import nine_digits
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape, Singles, Sums, Whole
 from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question
 from roundtable.core.errors import ConfigError
@@ -107,7 +108,12 @@ class BoostedTrees(Question):
         """Rounds between the counts and the trees."""
         if self.bins.sketched:
             return SKETCH_ROUNDS
-        return int(self.plan.base_score is None and self.objective.classes == 1)
+        return int(self._asks_mean)
+
+    @property
+    def _asks_mean(self) -> bool:
+        """Whether trees begin with the outcome's mean."""
+        return self.plan.base_score is None and self.objective.classes == 1
 
     @property
     @override
@@ -174,11 +180,10 @@ class BoostedTrees(Question):
             if self.plan.weights is not None:
                 whole &= table.column(self.plan.weights) > 0
                 weights = table.column(self.plan.weights)[whole].astype(np.float32)
-            draws = np.random.default_rng(self.plan.seed).random(len(outcome))
             return {
                 "features": table.matrix(self.on)[whole].astype(np.float32),
                 "outcome": outcome[whole].astype(np.float32),
-                "held": (draws < self.plan.held_out)[whole],
+                "held": self._held_of(table)[whole],
                 "weights": weights,
             }
 
@@ -187,6 +192,10 @@ class BoostedTrees(Question):
 
     def _outcome_of(self, table: DataTable) -> Doubles:
         return table.column(self.outcome)
+
+    def _held_of(self, table: DataTable) -> Any:
+        """Which rows of a table are held out."""
+        return np.random.default_rng(self.plan.seed).random(len(table)) < self.plan.held_out
 
     def _class_of(self, outcome: Singles) -> Whole:
         """The place in the first counts of each row."""
@@ -226,7 +235,7 @@ class BoostedTrees(Question):
         found = {}
         if self.bins.sketched:
             found["cells"] = self.bins.count(rows["features"][train], public["cuts"])
-        if stage == 1 and self.objective.classes == 1:
+        if stage == 1 and self._asks_mean:
             column = self.number(self.outcome)
             away = rows["outcome"][train].astype(np.float64) - column.middle
             found["first"] = np.array([(away / column.half).sum()])
@@ -254,12 +263,12 @@ class BoostedTrees(Question):
         ):
             state = BoostedRows.of(bins, rows["outcome"], self.objective, rate, base, rows["weights"])
         state.advance(done, split, weight)
-        state.see(self._around(state.outcome, public))
+        state.see(self._around(table, rows, public))
         table.derived[key] = state
         return state
 
-    def _around(self, outcome: Singles, public: Arrays) -> Doubles | None:
-        """What a row's gradient takes from the public numbers, [rows, any]; None: nothing."""
+    def _around(self, table: DataTable, rows: dict[str, Any], public: Arrays) -> Doubles | None:
+        """What a row's gradient takes beside its margin and outcome, [rows, any]; None: nothing."""
         return None
 
     def _histograms(self, state: BoostedRows, held: Any, asked: Whole) -> NodeHistograms:
@@ -328,7 +337,7 @@ class BoostedTrees(Question):
 
     def _first_step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        if stage == 1 and self.objective.classes == 1 and self.plan.base_score is None:
+        if stage == 1 and self._asks_mean:
             column = self.number(self.outcome)
             mean = column.middle + column.half * sums["first"][0] / public["rows"].sum()
             found["base"] = nine_digits(max(float(mean), _LEAST_MEAN) if self.plan.counts else float(mean))
@@ -343,8 +352,12 @@ class BoostedTrees(Question):
         best = done
         if self.plan.patience and done:
             # As xgboost counts: what it was before the first tree cannot be the best.
-            best = 1 + int(losses[1 : done + 1, 1].argmin())
+            best = 1 + self._lowest(losses[1 : done + 1, 1])
         return {"losses": losses, "best": float(best)}
+
+    @property
+    def _metric_name(self) -> str:
+        return self.objective.metric
 
     def _metric(self, public: Arrays, sums: Arrays) -> Doubles:
         """The metric of the rows that trees are grown on, and of those held out."""
@@ -359,39 +372,13 @@ class BoostedTrees(Question):
         if not self.plan.patience:
             return False
         seen = losses[1 : done + 1, 1]
-        return seen.size > 0 and seen.size - 1 - int(seen.argmin()) >= self.plan.patience
+        return seen.size > 0 and seen.size - 1 - self._lowest(seen) >= self.plan.patience
+
+    def _lowest(self, losses: Doubles) -> int:
+        return int((-losses if self.objective.rising else losses).argmin())
 
     @override
     def answer(self, public: Arrays) -> Answer:
-        times = int(public["best"][0])
-        model = xgboost_model(self.on, self.objective, self.plan.growth.learning_rate, public, times)
-        importance = importance_of(self.on, public, times * self.objective.outputs)
-        losses = public["losses"]
-        counted = public["rows"]
-        values: dict[str, Any] = {
-            "n": int(counted.sum()),
-            "rounds": times,
-            "objective": self.objective.name,
-            "metric": self.objective.metric,
-            "base_score": float(public["base"][0]),
-            "training_loss": losses[: int(public["done"][0]) + 1, 0].tolist(),
-            "importance": importance,
-            "features": list(self.on),
-        }
-        last = losses[times]
-        notes = [
-            f"{int(counted.sum())} rows; {times * self.objective.outputs} trees of {self.objective.name}; "
-            f"{self.objective.metric} {losses[0, 0]:.6g} before them, {last[0]:.6g} with them"
-        ]
-        if self.plan.held_out:
-            values["n_held_out"] = int(public["held"][0])
-            values["held_out_loss"] = losses[: int(public["done"][0]) + 1, 1].tolist()
-            notes.append(
-                f"{self.objective.metric} {last[1]:.6g} on {int(public['held'][0])} rows that were held out"
-            )
-        header = ["feature", "splits", "gain", "cover", "total gain"]
-        rows = [
-            [name, own["weight"], own["gain"], own["cover"], own["total_gain"]]
-            for name, own in sorted(importance.items(), key=lambda item: -item[1]["total_gain"])
-        ]
-        return Answer(self.title, self.ask, header, rows, values, notes=notes, model=model)
+        return grown_trees(
+            self.title, self.ask, self.on, self.plan, self.objective, self._metric_name, public
+        )

@@ -39,6 +39,8 @@ class Boosting:
 
     name: ClassVar[str] = "reg:squarederror"
     metric: ClassVar[str] = "rmse"
+    rising: ClassVar[bool] = False
+    """Whether a higher metric is better."""
     constant_hessian: ClassVar[bool] = True
     bases: ClassVar[str] = "any number"
 

@@ -39,7 +39,12 @@ from roundtable.core.analyses.boosted_trees.feature_bins import BoostingPlan, Fe
 from roundtable.core.analyses.boosted_trees.row_kernels import AskedNodes, NodeHistograms
 from roundtable.core.analyses.boosted_trees.split_choice import FAR, NodeSplits
 from roundtable.core.analyses.boosted_trees.tree_growing import NONE, check_trees, split_code, split_parts
-from roundtable.core.analyses.boosted_trees.xgboost_model import importance_of, xgboost_model
+from roundtable.core.analyses.boosted_trees.xgboost_model import (
+    IMPORTANCE_HEADER,
+    importance_of,
+    importance_rows,
+    xgboost_model,
+)
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
 from roundtable.core.analyses.noisy.noisy_quantiles import rising
 from roundtable.core.analyses.noisy.noisy_question import Q95, NoisyQuestion, SumBlock
@@ -367,9 +372,5 @@ class NoisyTrees(NoisyQuestion):
             f"noise of a leaf's gradients: ± {Q95 * self.spread('leaves', silos):.4g} of rows' bound",
             "no loss is told: it would be of the rows, and cost as much as a tree",
         ]
-        header = ["feature", "splits", "gain", "cover", "total gain"]
-        rows = [
-            [name, own["weight"], own["gain"], own["cover"], own["total_gain"]]
-            for name, own in sorted(importance.items(), key=lambda item: -item[1]["total_gain"])
-        ]
-        return Answer(self.title, self.ask, header, rows, values, notes=notes, model=model)
+        rows = importance_rows(importance)
+        return Answer(self.title, self.ask, IMPORTANCE_HEADER, rows, values, notes=notes, model=model)

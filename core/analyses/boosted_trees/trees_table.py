@@ -14,6 +14,7 @@ from roundtable.core.analyses.boosted_trees.boosting import BoostedTrees
 from roundtable.core.analyses.boosted_trees.boosting_objectives import POISSON_STEP, Boosting
 from roundtable.core.analyses.boosted_trees.feature_bins import BoostingPlan
 from roundtable.core.analyses.boosted_trees.noisy_trees import NoisyTrees
+from roundtable.core.analyses.boosted_trees.ranked_trees import RankedTrees
 from roundtable.core.analyses.boosted_trees.split_choice import Growth
 from roundtable.core.analyses.question import Question
 from roundtable.core.errors import ConfigError
@@ -40,8 +41,21 @@ class BoostedTreesTable(AskTable):
     every: Finite | None = Field(
         None, gt=0, description="with event: width of the grid of times; a time counts as its interval's end"
     )
-    objective: Literal["squared_error", "poisson"] | None = Field(
-        None, description="of a number: squared_error, the default, or poisson for a count"
+    objective: Literal["squared_error", "poisson", "rank_ndcg", "rank_pairwise"] | None = Field(
+        None,
+        description="of a number: squared_error, the default, or poisson for a count; with query: rank_ndcg "
+        "or rank_pairwise",
+    )
+    query: ColumnName | None = Field(
+        None,
+        description="to rank: the column of whole numbers whose equal values make a query, within a silo",
+    )
+    top: int | None = Field(
+        None,
+        ge=1,
+        le=2048,
+        description="to rank: a query's first rows that are paired with all its others, and that NDCG is of; "
+        "default 32",
     )
     on: Features = Field(description="the features; a category counts as the place of its value")
     rounds: int = Field(50, ge=1, le=2000, description="of boosting")
@@ -92,11 +106,23 @@ class BoostedTreesTable(AskTable):
             raise ValueError("objective and event do not go together: a time with its event takes Cox's")
         if self.event is not None and self.weights is not None:
             raise ValueError("weights and event do not go together: hazards take rows as they are")
+        ranks = self.objective is not None and self.objective.startswith("rank_")
+        if ranks != (self.query is not None):
+            raise ValueError(
+                "query and objective rank_ndcg or rank_pairwise go together: rows are ranked within a query"
+            )
+        if self.top is not None and not ranks:
+            raise ValueError("top is of rankings: set objective and query, or leave it out")
+        if ranks and self.weights is not None:
+            raise ValueError(
+                "weights and query do not go together: pairs are of a query, and weights of rows"
+            )
         if self.weights == self.outcome:
             raise ValueError(f"outcome and weights are both {self.outcome!r}")
-        named = (self.outcome, *self.on, *([self.event] if self.event is not None else []))
+        others = [name for name in (self.event, self.query) if name is not None]
+        named = (self.outcome, *self.on, *others)
         if twice := sorted({name for name in named if named.count(name) > 1}):
-            raise ValueError(f"outcome, event and on name {', '.join(map(repr, twice))} twice")
+            raise ValueError(f"outcome, event, query and on name {', '.join(map(repr, twice))} twice")
         groups = {name for group in self.interactions for name in group}
         for key, names in (
             ("edges", {*self.edges}),
@@ -144,13 +170,17 @@ class BoostedTreesTable(AskTable):
                 f"{title}: splits is of surveys with [privacy], and others take the best: leave it out"
             )
         plan = self._boosting
-        if self.objective is not None and self.outcome in columns and columns[self.outcome].kind != "number":
+        asked = (columns, least, title, self.outcome, self.on, plan)
+        kind = columns[self.outcome].kind if self.outcome in columns else "number"
+        if self.query is not None:
+            by_ndcg = self.objective == "rank_ndcg"
+            made: BoostedTrees = RankedTrees(*asked, self.query, by_ndcg, self.top or 32)
+        elif self.objective is not None and kind != "number":
             raise ConfigError(
                 f"{title}: objective is of numbers, and {self.outcome!r} is a category: leave it out"
             )
-        asked = (columns, least, title, self.outcome, self.on, plan)
-        if self.event is not None and self.every is not None:
-            made: BoostedTrees = BoostedHazards(*asked, self.event, self.every)
+        elif self.event is not None and self.every is not None:
+            made = BoostedHazards(*asked, self.event, self.every)
         else:
             made = BoostedTrees(*asked)
         self._check(title, plan, made.objective, plan.growth.nodes)
@@ -162,6 +192,12 @@ class BoostedTreesTable(AskTable):
         for unfit, key, why in (
             (self.event is not None, "event", "a row's part in the hazards of others has no bound"),
             (self.objective == "poisson", "objective", "the gradient of a count has no bound"),
+            (
+                self.query is not None,
+                "query",
+                "a row is in pairs with others, so it changes the gradients of its whole query, and what is "
+                "hidden is one row",
+            ),
             (
                 self.weights is not None,
                 "weights",

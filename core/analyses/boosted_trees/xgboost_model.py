@@ -6,7 +6,7 @@ in brackets, versions up to 3.0 read 0.5 without a word.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,17 @@ def importance_of(features: Sequence[str], public: Arrays, trees: int) -> dict[s
                 "total_cover": float(cover[own].sum()),
             }
     return found
+
+
+IMPORTANCE_HEADER = ["feature", "splits", "gain", "cover", "total gain"]
+
+
+def importance_rows(importance: Mapping[str, Mapping[str, float]]) -> list[list[Any]]:
+    """What `importance_of` gives as rows below that header, the highest total gain first."""
+    return [
+        [name, own["weight"], own["gain"], own["cover"], own["total_gain"]]
+        for name, own in sorted(importance.items(), key=lambda item: -item[1]["total_gain"])
+    ]
 
 
 def _tree(features: int, rate: float, public: Arrays, tree: int) -> dict[str, Any]:

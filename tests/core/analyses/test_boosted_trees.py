@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from grown_silos import Frame, described, edges_of, grow, same_trees, trees_of
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
@@ -32,9 +32,7 @@ from roundtable.core.analyses.boosted_trees.row_kernels import AskedNodes, Binne
 from roundtable.core.analyses.boosted_trees.split_choice import Growth, NodeSplits
 from roundtable.core.analyses.boosted_trees.tree_growing import split_code
 from roundtable.core.analyses.exact_sums import Digits
-from roundtable.core.analyses.question import Answer
 from roundtable.core.analyses.questions_table import AnyQuestion
-from roundtable.core.analyses.survey import Survey
 from roundtable.core.errors import ConfigError, ProtocolError
 from roundtable.core.tables.table_description import ColumnTable, DataTableTable
 from roundtable.core.tables.table_reading import DataTable, read_columns
@@ -44,7 +42,6 @@ DIABETES = "age sex bmi bp s1 s2 s3 s4 s5 s6".split()  # noqa: SIM905
 PARTS = (slice(0, 100), slice(100, 400), slice(400, 442))
 FOLDER = Path(__file__).parents[3] / "examples" / "heart" / "data"
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
-Frame = dict[str, np.ndarray]
 
 
 @cache
@@ -74,65 +71,6 @@ def pooled(data: str) -> Frame:
 def in_turn(frame: Frame, count: int) -> list[Frame]:
     """The rows dealt out to so many silos."""
     return [{name: values[place::count] for name, values in frame.items()} for place in range(count)]
-
-
-def described(
-    frame: Mapping[str, Any], question: Mapping[str, Any], kinds: int = 0
-) -> dict[str, ColumnTable]:
-    """The columns that a question uses; the outcome is a category of so many values, where there are any."""
-    found = {}
-    for name in (*question["on"], question["outcome"]):
-        least, most = float(np.nanmin(frame[name])), float(np.nanmax(frame[name]))
-        found[name] = ColumnTable(least=least, most=most)
-    if kinds:
-        found[question["outcome"]] = ColumnTable(kind="category", values=tuple(range(kinds)))
-    return found
-
-
-def grow(
-    silos: list[Frame],
-    question: Mapping[str, Any],
-    columns: dict[str, ColumnTable],
-    least: int = 1,
-    *,
-    forgetful: bool = False,
-) -> Answer:
-    """The answer, with every vector on its way as a float32 update's mean; `forgetful` silos start anew in
-    every round."""
-    asked = TypeAdapter(AnyQuestion).validate_python({"ask": "boosted_trees", **question})
-    survey = Survey.of(columns, [asked], least)
-    parts = [DataTable({name: silo[name] for name in columns}, columns) for silo in silos]
-    public = {name: np.zeros(shape) for name, shape in survey.public_places.shapes.items()}
-    kept = {name: np.zeros(shape) for name, shape in survey.kept_places.shapes.items()}
-    for _ in range(survey.rounds):
-        down = survey.public_places.unpack(survey.public_places.pack(public))
-        if forgetful:
-            parts = [DataTable(part.columns, columns) for part in parts]
-        rows = [survey.sum_places.encode(survey.sums(part, down)) for part in parts]
-        mean = torch.stack(rows).double().mean(dim=0).float()
-        held = survey.kept_places.unpack(survey.kept_places.pack(kept))
-        after = survey.step({**down, **held}, survey.sum_places.decode(mean, len(parts)))
-        public, kept = ({name: after[name] for name in old} for old in (public, kept))
-        if not survey.open(public):
-            break
-    assert not survey.open(public)
-    return survey.answers(public)[0]
-
-
-def trees_of(model: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = model["learner"]["gradient_booster"]["model"]["trees"]
-    return found
-
-
-def same_trees(mine: Any, theirs: Any) -> None:
-    """Structure, thresholds and directions alike; gains and sums up to xgboost's float32."""
-    assert len(trees_of(mine)) == len(trees_of(theirs))
-    for one, two in zip(trees_of(mine), trees_of(theirs), strict=True):
-        for key in ("left_children", "right_children", "parents", "split_indices", "default_left"):
-            assert one[key] == two[key]
-        for key in ("split_conditions", "base_weights", "sum_hessian", "loss_changes"):
-            wanted = np.array(two[key])
-            assert np.allclose(one[key], wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max()), key
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
@@ -204,15 +142,6 @@ def test_trees_are_those_of_xgboost_on_the_pooled_rows(case: str) -> None:
     for kind in ("weight", "gain", "cover", "total_gain", "total_cover"):
         told = {name: own[kind] for name, own in answer.values["importance"].items()}
         assert told == pytest.approx(loaded.get_score(importance_type=kind), rel=1e-5)
-
-
-def edges_of(matrix: Any) -> dict[str, list[float]]:
-    """The cuts that xgboost has made; what comes first of each feature is a guard below all values."""
-    offsets, values = matrix.get_quantile_cut()
-    return {
-        name: values[offsets[place] + 1 : offsets[place + 1]].tolist()
-        for place, name in enumerate(matrix.feature_names)
-    }
 
 
 QUESTION: dict[str, Any] = {"outcome": "disease", "on": HEART, "rounds": 3, "max_depth": 4, "bins": 16}
