@@ -96,6 +96,9 @@ class StrategyTable(Table):
     offload_optimizer: bool | None = Field(
         None, description="the optimizer's state alone waits in CPU memory, and comes for each step"
     )
+    optimizer_bits: Literal[8, 32] | None = Field(
+        None, description="of a value of the optimizer's state between steps; 8 trains a little differently"
+    )
     offload_activations: bool | None = Field(
         None, description="what a forward pass keeps waits in CPU memory; never chosen by itself"
     )
@@ -115,6 +118,11 @@ class StrategyTable(Table):
     def _agreeing(self) -> StrategyTable:
         if self.offload and self.offload_optimizer:
             raise ValueError("offload takes the optimizer along; leave offload_optimizer out")
+        if self.optimizer_bits == 8 and (self.offload or self.offload_optimizer):
+            raise ValueError(
+                "optimizer_bits = 8 saves a device's memory, and offloaded state takes none of it: leave out "
+                "one of the two"
+            )
         if self.checkpoint_memory is not None and self.checkpointing != "budget":
             raise ValueError('checkpoint_memory is for checkpointing = "budget"')
         if self.checkpoint_blocks is not None and self.checkpointing not in ("every", "selective"):

@@ -41,7 +41,7 @@ class Considered:
 
 def _kind(one: Strategy) -> tuple[Any, ...]:
     """What makes strategies one kind for people who compare them."""
-    mesh, offloads = one.mesh, (one.offload, one.offload_optimizer)
+    mesh, offloads = one.mesh, (one.offload, one.offload_optimizer, one.optimizer_bits)
     return one.data_parallel, mesh.tp > 1, mesh.pp > 1, offloads, one.local_steps > 0
 
 

@@ -151,6 +151,8 @@ def _waiting(probe: ModelProbe, resources: Resources, hand: StrategyTable) -> It
     """What may wait in the host's memory: nothing, then the optimizer's state, then weights and all."""
     if not (hand.offload or hand.offload_optimizer):
         yield "nothing"
+    if hand.optimizer_bits == 8:
+        return
     by_itself = resources.device == "cuda" and probe.by_entry and probe.state_factor > 0
     if not hand.offload and (by_itself if hand.offload_optimizer is None else hand.offload_optimizer):
         yield "optimizer"

@@ -60,9 +60,14 @@ def _optimisations(search: Search, chosen: Strategy) -> Iterator[tuple[str, Stra
         without, having = (replace(chosen, offload_activations=on) for on in (False, True))
         yield "activations in CPU memory", without, having
     portable = search.probe.state_factor and search.probe.by_entry and not chosen.offload
+    portable = portable and chosen.optimizer_bits == 32
     if search.resources.device == "cuda" and portable:
         without, having = (replace(chosen, offload_optimizer=on) for on in (False, True))
         yield "the optimizer in CPU memory", without, having
+    coded = search.probe.state_factor and not (search.probe.cannot_code or chosen.offload_optimizer)
+    if coded and not chosen.offload:
+        without, having = (replace(chosen, optimizer_bits=bits) for bits in (32, 8))
+        yield "the optimizer in 8 bits", without, having
     if chosen.micro_batch > 1 and not refuse_pieces(search.probe, chosen.halved(), search.batch):
         half = chosen.halved()
         yield f"micro-batches of {half.micro_batch} instead of {chosen.micro_batch}", chosen, half

@@ -21,6 +21,15 @@ Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 BatchStatistics = Literal["synchronised", "local"]
 # Bytes of parameters whose offloaded state is on the device at one time; a larger one comes by itself.
 PORTION = 1 << 26
+# Of parameters whose state is decoded from 8 bits at one time.
+CODED_PORTION = 1 << 24
+# Tensors with fewer values keep float32, as bitsandbytes and torchao have it.
+CODED_FROM = 4096
+# Bytes of a coded state over those in float32: a code for each value, a scale for 256.
+CODED_SHARE = (1 + 4 / 256) / 4
+# The state that can be in 8 bits, by its name in torch's optimizers: has it both signs?
+CODED_STATE = {"exp_avg": True, "momentum_buffer": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+_CODED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}
 _BY_ENTRY = {
     torch.optim.SGD,
     torch.optim.Adam,
@@ -142,6 +151,16 @@ def cannot_offload_state(by_entry: bool) -> str:
     )
 
 
+def cannot_code_state(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer's state cannot be kept in 8 bits; empty where it can."""
+    if type(optimizer) in _CODED:
+        return ""
+    return (
+        f"the task's optimizer is {type(optimizer).__name__}, and 8 bits are for torch's SGD with momentum, "
+        "Adam and AdamW, for which Dettmers et al. (2022) measured what they change; use one of those"
+    )
+
+
 @dataclass(frozen=True)
 class Strategy:
     """Everything that decides what each rank holds and computes.
@@ -153,7 +172,8 @@ class Strategy:
     `local_steps` above 0 lets the replicas of `dp` train apart and meet every so many steps (Douillard et al.
     2023, DiLoCo, algorithm 1), with `outer_learning_rate` and `outer_momentum`; 1 and 0 average (local SGD).
     `offload` has parameters, gradients and optimizer wait in CPU memory, `offload_optimizer` its state alone,
-    `offload_activations` what a forward pass keeps. `batch_norm` layers take the statistics of the whole
+    `offload_activations` what a forward pass keeps. `optimizer_bits` is 8 where that state is coded between
+    steps. `batch_norm` layers take the statistics of the whole
     batch, or of each rank's micro-batch (`local`).
     `unused`: some trained parameters get no gradient, which DDP is to expect.
     """
@@ -170,6 +190,7 @@ class Strategy:
     offload: bool = False
     offload_optimizer: bool = False
     offload_activations: bool = False
+    optimizer_bits: int = 32
     precision: Precision = "float32"
     reduction: str = "exact"
     local_steps: int = 0
@@ -205,6 +226,11 @@ class Strategy:
             raise ConfigError("offload = true needs zero2 or zero3, which keep parameters in shards")
         if self.offload and self.offload_optimizer:
             raise ConfigError("offload = true takes the optimizer along; leave offload_optimizer out")
+        if self.optimizer_bits == 8 and (self.offload or self.offload_optimizer):
+            raise ConfigError(
+                "optimizer_bits = 8 and state that waits in CPU memory: the device has a portion of it in "
+                "both ways, and only one is needed; leave one of the two out"
+            )
         if self.offload_activations and (reason := cannot_offload(mesh.pp, self.checkpointing)):
             raise ConfigError(f"offload_activations = true and {reason}")
         self._check_schedule()
@@ -265,6 +291,11 @@ class Strategy:
         return parse_reduction(self.reduction)
 
     @property
+    def state_share(self) -> float:
+        """Bytes of the optimizer's state between steps over those in float32."""
+        return CODED_SHARE if self.optimizer_bits == 8 else 1.0
+
+    @property
     def half(self) -> torch.dtype | None:
         """The two-byte type of forward and backward; None where those are in float32."""
         return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.precision)
@@ -315,6 +346,7 @@ class Strategy:
             parts.append(f"checkpointing {self.checkpointing}{every}")
         parts.append("offload to CPU" if self.offload else "")
         parts.append("optimizer in CPU memory" if self.offload_optimizer else "")
+        parts.append("optimizer in 8 bits" if self.optimizer_bits == 8 else "")
         parts.append("activations in CPU memory" if self.offload_activations else "")
         parts.append(f"micro-batch {self.micro_batch}")
         parts.append(self.precision)

@@ -191,6 +191,7 @@ def _variants(
                 offload=waiting == "all",
                 offload_optimizer=waiting == "optimizer",
                 offload_activations=bool(hand.offload_activations),
+                optimizer_bits=hand.optimizer_bits or 32,
                 precision=precision,
                 reduction=hand.reduction or _reduction(table, kind, reduction),
                 batch_norm=hand.batch_norm or "synchronised",

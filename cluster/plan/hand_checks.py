@@ -76,12 +76,17 @@ def _check_offloads(probe: ModelProbe, resources: Resources, hand: StrategyTable
             )
     if hand.offload_activations and (reason := cannot_offload(hand.pp or 1, hand.checkpointing or "none")):
         raise ConfigError(f"[cluster.strategy] offload_activations = true and {reason}")
+    if hand.optimizer_bits == 8 and (reason := probe.cannot_code or _nothing_kept(probe)):
+        raise ConfigError(f"[cluster.strategy] optimizer_bits = 8: {reason}")
     if not hand.offload_optimizer:
         return
     if reason := cannot_offload_state(probe.by_entry):
         raise ConfigError(f"[cluster.strategy] offload_optimizer = true: {reason}")
-    if not probe.state_factor:
-        raise ConfigError(
-            "[cluster.strategy] offload_optimizer = true: the optimizer keeps no state (plain SGD) "
-            "that could wait, and nothing would be saved; leave it out"
-        )
+    if reason := _nothing_kept(probe):
+        raise ConfigError(f"[cluster.strategy] offload_optimizer = true: {reason}")
+
+
+def _nothing_kept(probe: ModelProbe) -> str:
+    if probe.state_factor:
+        return ""
+    return "the optimizer keeps no state (plain SGD), and nothing would be saved; leave it out"

@@ -13,7 +13,7 @@ from typing import Any
 from roundtable.cluster.parallel.anatomy import Anatomy, Weight
 from roundtable.cluster.parallel.forward_trace import Trace
 from roundtable.cluster.parallel.pipeline_stages import partition
-from roundtable.cluster.parallel.strategy import PORTION, Strategy
+from roundtable.cluster.parallel.strategy import CODED_PORTION, PORTION, Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.plan.activations import Activations, Pass, activations
 from roundtable.cluster.plan.arithmetic import ExampleCost, PassWork
@@ -50,15 +50,16 @@ class Estimate:
 class ModelProbe:
     """What a plan has to know of a task: its anatomy, one traced pass, and where its layers can be split.
 
-    `state_factor` is the optimizer's state in bytes for each byte of parameters: 2 for Adam, 0 for plain SGD.
-    `cannot_split` has a reason by degree, `cannot_pipeline` and `cannot_run` one; empty where the model can
-    be split, cut into stages, or its blocks checkpointed in runs. In bfloat16 `trace` is under autocast, and
-    `half` the pass of a model in bfloat16 itself, as gathered shards are. `gloo`: collectives are gloo's,
-    which work on copies. `work` is of one example, `optimizer` of a step for each byte of gradients, and
-    each parameter; `own_optimizer`: the task makes it, not the job; `by_entry`: it treats each entry by
-    itself. `streamed`: the training data are a stream. `varies` names a module that not every pass calls,
-    empty where all do. `crowding` is how many times its share of the tokens an expert may get, by its
-    layer's name. `known` has sums that were asked for before.
+    `state_factor` is the optimizer's state in bytes for each byte of parameters: 2 for Adam, 0 for plain
+    SGD. `cannot_split` has a reason by degree, `cannot_pipeline` and `cannot_run` one; empty where the
+    model can be split, cut into stages, or its blocks checkpointed in runs. In bfloat16 `trace` is under
+    autocast, and `half` the pass of a model in bfloat16 itself, as gathered shards are. `gloo`:
+    collectives are gloo's, which work on copies. `work` is of one example, `optimizer` of a step for each
+    byte of gradients, and each parameter; `own_optimizer`: the task makes it, not the job; `by_entry`: it
+    treats each entry by itself; `cannot_code` is why its state cannot be in 8 bits. `streamed`: the
+    training data are a stream. `varies` names a module that not every pass calls, empty where all do.
+    `crowding` is how many times its share of the tokens an expert may get, by its layer's name. `known`
+    has sums that were asked for before.
     """
 
     anatomy: Anatomy
@@ -76,6 +77,7 @@ class ModelProbe:
     optimizer: PassWork = field(default_factory=PassWork)
     own_optimizer: bool = True
     by_entry: bool = True
+    cannot_code: str = ""
     streamed: bool = False
     varies: str = ""
     crowding: dict[str, float] = field(default_factory=dict)
@@ -181,7 +183,7 @@ def least_bytes(probe: ModelProbe, strategy: Strategy) -> float:
         )
     held, trained = probe.known[key]
     shards = mesh.fsdp if shards_weights(strategy) else 1
-    factor = 0.0 if strategy.offload_optimizer else probe.state_factor
+    factor = 0.0 if strategy.offload_optimizer else probe.state_factor * strategy.state_share
     optimizer = factor / (mesh.dp if strategy.data_parallel == "zero1" else 1)
     return float(held + trained * (1 + optimizer)) / shards
 
@@ -203,7 +205,8 @@ def estimate_rank(
     held = sums.dense / shards + sums.expert / own
     gradients = sums.trained_dense / shards + sums.trained_expert / own
     share = mesh.dp if strategy.data_parallel == "zero1" else 1
-    optimizer = state = gradients * probe.state_factor / share
+    plain = gradients * probe.state_factor / share
+    optimizer = state = plain * strategy.state_share
     if strategy.local_steps:
         # The weights at the last meeting, and the outer optimizer's momentum.
         optimizer += gradients * (2 if strategy.outer_momentum else 1)
@@ -226,9 +229,11 @@ def estimate_rank(
     host = waiting + (fixed - anatomy.buffer_bytes + gradients if strategy.offload else 0.0)
     if strategy.offload_optimizer:
         fixed, host = fixed - state, host + state
-        # A portion's state, and what its step makes of it.
-        portion = max(PORTION, passing / 2)
-        temporaries = min(temporaries, portion) + min(state, portion * probe.state_factor)
+    if strategy.offload_optimizer or strategy.optimizer_bits == 8:
+        # A portion's state, what its step makes of it, and one kind of it again where it is coded.
+        coded = strategy.optimizer_bits == 8
+        portion = max(CODED_PORTION if coded else PORTION, passing / 2)
+        temporaries = min(temporaries, portion) + min(plain, portion * (probe.state_factor + coded))
     if strategy.offload:
         fixed = gradients = temporaries = passing = 0
     step = gradients + max(temporaries, passing)

@@ -38,7 +38,7 @@ from roundtable.cluster.parallel.pipeline_stages import (
 )
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.split_attention import split_attention
-from roundtable.cluster.parallel.strategy import Strategy, by_entry, take_kernels
+from roundtable.cluster.parallel.strategy import Strategy, by_entry, cannot_code_state, take_kernels
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
 from roundtable.cluster.plan.arithmetic import OperatorRecorder, PassWork, count_work
@@ -108,6 +108,7 @@ def probe_model(
         varies=varies,
         own_optimizer=cost.own,
         by_entry=cost.by_entry,
+        cannot_code=cost.cannot_code,
         crowding={
             f"{name}.experts": module.crowding
             for name, module in model.named_modules()
@@ -241,7 +242,8 @@ def example_batch(data: Any, examples: int = 3) -> Any:
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """Bytes of state for each byte of parameters, a step's work, is it the task's own, is it `by_entry`.
+    """Bytes of state for each byte of parameters, a step's work, is it the task's own, is it `by_entry`, and
+    why its state cannot be in 8 bits.
 
     The work is the bytes that a step moves for each byte of gradients, and its calls for each parameter.
     """
@@ -250,6 +252,7 @@ class OptimizerCost:
     work: PassWork
     own: bool
     by_entry: bool
+    cannot_code: str = ""
 
 
 def optimizer_cost(task: Task) -> OptimizerCost:
@@ -271,7 +274,7 @@ def optimizer_cost(task: Task) -> OptimizerCost:
         raise ConfigError(
             f"the task's optimizer {type(optimizer).__name__} keeps its state in tensors of its own kind "
             f"({own.__name__}), which no checkpoint of a cluster can hold; use one with plain tensors, such "
-            "as AdamW, with offload_optimizer = true where its state does not fit"
+            "as AdamW, with optimizer_bits = 8 or offload_optimizer = true where its state does not fit"
         )
     size = parameter.nbytes
     factor = sum(value.nbytes for value in states if value.numel() > 1) / size
@@ -286,7 +289,7 @@ def optimizer_cost(task: Task) -> OptimizerCost:
     cost = PassWork(moved=3.0 + 2.0 * factor, calls=1.0)
     if not fused:
         cost = PassWork(moved=(work.moved + work.carried) / size, calls=work.calls)
-    return OptimizerCost(factor, cost, own=True, by_entry=by_entry(optimizer))
+    return OptimizerCost(factor, cost, True, by_entry(optimizer), cannot_code_state(optimizer))
 
 
 def cannot_split(

@@ -12,8 +12,13 @@ from roundtable.core.errors import ConfigError
 from roundtable.core.task import Task
 
 
-def check_replicas(task: Task, job: JobConfig, data: Any, precision: str) -> None:
-    """Raises ConfigError for a job that `no_peers` has a reason against."""
+def check_replicas(task: Task, job: JobConfig, data: Any, precision: str, optimizer_bits: int) -> None:
+    """Raises ConfigError for a job that `no_peers` has a reason against, and for what was not tried."""
+    if optimizer_bits == 8:
+        raise ConfigError(
+            '[cluster] elastic = "replica" and optimizer_bits = 8: a replica that joins takes the state of '
+            "another, which was not tried with one in 8 bits; leave one of the two out"
+        )
     if precision == "float16":
         raise ConfigError(
             '[cluster] elastic = "replica" and float16: a replica that joins has no scale of the losses; use '

@@ -6,12 +6,14 @@ the device's own kernels take the step, so that the weights are, bit for bit, th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from roundtable.cluster.parallel.strategy import PORTION
+from roundtable.cluster.stepping.portions import step_by_portions
 
 
 def offload_state(optimizer: torch.optim.Optimizer) -> None:
@@ -19,43 +21,16 @@ def offload_state(optimizer: torch.optim.Optimizer) -> None:
 
     The optimizer must treat each parameter by itself: it steps on a portion of them at a time.
     """
-    step = optimizer.step
+    step_by_portions(optimizer, PORTION, partial(_fetch, optimizer), partial(_put_back, optimizer))
+    by_portions = optimizer.step
 
-    @torch.no_grad()
-    def by_portions() -> None:
-        groups = optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for group in groups:
-                group["params"] = []
-            for group, parameters in zip(groups, whole, strict=True):
-                for portion in _portions(parameters):
-                    group["params"] = portion
-                    waiting = _fetch(optimizer, portion)
-                    step()
-                    _put_back(optimizer, portion, waiting)
-                group["params"] = []
-        finally:
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = parameters
-        if any(parameter.is_cuda for each in whole for parameter in each):
+    def settled() -> None:
+        by_portions()
+        if any(parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"]):
             # Who reads the state next, such as a checkpoint, reads it on the host.
             torch.cuda.current_stream().synchronize()
 
-    optimizer.step = by_portions  # type: ignore[method-assign, assignment]
-
-
-def _portions(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    portion: list[Tensor] = []
-    size = 0
-    for parameter in parameters:
-        if portion and size + parameter.nbytes > PORTION:
-            yield portion
-            portion, size = [], 0
-        portion.append(parameter)
-        size += parameter.nbytes
-    if portion:
-        yield portion
+    optimizer.step = settled  # type: ignore[method-assign, assignment]
 
 
 def _fetch(optimizer: torch.optim.Optimizer, portion: Sequence[Tensor]) -> dict[tuple[Tensor, str], Tensor]:

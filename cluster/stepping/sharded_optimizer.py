@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor
 from roundtable.client.training.sgd import Correction, make_correction
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import local_of
-from roundtable.cluster.parallel.strategy import Strategy, by_entry, cannot_offload_state, take_kernels
+from roundtable.cluster.parallel.strategy import (
+    Strategy,
+    by_entry,
+    cannot_code_state,
+    cannot_offload_state,
+    take_kernels,
+)
+from roundtable.cluster.stepping.coded_state import code_state, open_state
 from roundtable.cluster.stepping.local_parameters import localise
 from roundtable.cluster.stepping.offloaded_state import offload_state
 from roundtable.core.algorithms.known_algorithms import make_algorithm
@@ -40,15 +47,16 @@ def make_optimizer(
         )
     if strategy.offload_optimizer and (reason := cannot_offload_state(by_entry(own))):
         raise ConfigError(f"offload_optimizer = true: {reason}")
+    if strategy.optimizer_bits == 8 and (reason := cannot_code_state(own)):
+        raise ConfigError(f"optimizer_bits = 8: {reason}")
     if strategy.data_parallel == "zero1":
-        return _zero(own, parameters, meshes, offload=strategy.offload_optimizer)
+        return _zero(own, parameters, meshes, strategy)
     if by_entry(own):
         localise(own)
         take_kernels(own)
     else:
         _split_groups(own)
-    if strategy.offload_optimizer:
-        offload_state(own)
+    _place_state(own, strategy)
     for group in own.param_groups:
         group["initial_lr"] = group["lr"]
     return own
@@ -102,10 +110,19 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
         if decay is not None:
             group["weight_decay"] = decay
+    open_state(getattr(optimizer, "optim", optimizer))
+
+
+def _place_state(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    """Where and how state waits from one step to the next."""
+    if strategy.offload_optimizer:
+        offload_state(optimizer)
+    if strategy.optimizer_bits == 8:
+        code_state(optimizer)
 
 
 def _zero(
-    own: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], meshes: Meshes, *, offload: bool
+    own: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], meshes: Meshes, strategy: Strategy
 ) -> torch.optim.Optimizer:
     if len(own.param_groups) != 1:
         raise ConfigError(
@@ -118,8 +135,7 @@ def _zero(
     options = {key: value for key, value in own.defaults.items() if key in accepted}
     options.update({key: own.param_groups[0][key] for key in ("fused", "foreach") if key in accepted})
     made = ZeroRedundancyOptimizer(parameters, type(own), process_group=group, **options)
-    if offload:
-        offload_state(made.optim)
+    _place_state(made.optim, strategy)
     for one in made.param_groups:
         one["initial_lr"] = one["lr"]
     return made

@@ -100,7 +100,7 @@ def plan_task(
         resources = replace(resources, devices=table.replica_devices)
     precision = settled(table, resources, job)[0].precision
     if table.elastic == "replica":
-        check_replicas(task, job, data, precision)
+        check_replicas(task, job, data, precision, table.strategy.optimizer_bits or 32)
     half = precision in ("bfloat16", "float16")
     probe = probe_model(task, data, device=resources.device, bfloat16=half, told=told)
     told("comparing plans")

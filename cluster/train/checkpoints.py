@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from roundtable.client.durable_files import digest_of, replace_synced
 from roundtable.cluster.parallel.shards import plain_name
 from roundtable.cluster.parallel.text_collectives import broadcast_text
+from roundtable.cluster.stepping.coded_state import read_state
 from roundtable.cluster.stepping.diloco import OuterOptimizer
 from roundtable.cluster.stepping.local_parameters import state_of, whole_of
 from roundtable.cluster.stepping.sharded_optimizer import fill_state
@@ -307,8 +308,8 @@ def training_state(
         yield f"{own}model/{name}", tensor.detach()
     inner = getattr(optimizer, "optim", optimizer)
     for parameter, values in inner.state.items():
-        for key, value in values.items():
-            if isinstance(value, Tensor):
+        for key, held in values.items():
+            if isinstance(value := read_state(held), Tensor):
                 name = plain_name(names[id(whole_of(parameter))])
                 yield f"{own}optimizer/{name}/{key}", state_of(parameter, value)
 

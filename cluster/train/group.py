@@ -257,7 +257,7 @@ class GroupExecutor:
             group.control,
         )
         if self.peers is not None:
-            check_replicas(task, job, self._data[0], strategy.precision)
+            check_replicas(task, job, self._data[0], strategy.precision, strategy.optimizer_bits)
         meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)
         trainer = RankTrainer(
             task=task,

@@ -67,6 +67,8 @@ TWO: dict[str, Case] = {
     "large zero2 bfloat16": ("large", two("zero2", **HALF), 1),
     "large every": ("large", two("zero3", checkpointing="every"), 1),
     "large selective": ("large", two("zero3", checkpointing="selective"), 1),
+    "coded ddp": ("coded", plan("ddp", 1, dp=2, optimizer_bits=8), 1),
+    "coded zero3": ("coded", plan("zero3", 1, fsdp=2, optimizer_bits=8), 1),
     "four large zero2": ("four large", two("zero2"), 1),
     "four large zero3": ("four large", two("zero3"), 1),
     "four large zero3 bfloat16": ("four large", two("zero3", **HALF), 1),

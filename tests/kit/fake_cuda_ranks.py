@@ -57,12 +57,21 @@ STRATEGIES = {
     "ddp float16": plan("ddp", dp=2, precision="float16"),
     "ddp uneven": plan("ddp", dp=2),
     "optimizer offloaded": plan("zero3", fsdp=2, offload_optimizer=True),
+    "optimizer in 8 bits": plan("zero3", fsdp=2, optimizer_bits=8),
     "activations offloaded": plan(offload_activations=True),
     "local": plan("ddp", dp=2, local_steps=2),
     "pp": plan(pp=2),
     "zero3 pp": plan("zero3", fsdp=2, pp=2),
     "zero3 experts": plan("zero3", fsdp=2),
     "zero3 experts shared": plan("zero3", fsdp=2, ep=2),
+}
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "zero3 experts": {"block": Mixture},
+    "zero3 experts shared": {"block": Mixture},
+    # Of fewer values the state is not in 8 bits.
+    "optimizer in 8 bits": {"dim": 64, "hidden": 256},
 }
 
 
@@ -94,7 +103,7 @@ MISTAKES = {"ddp reads a number": Reads, "ddp out of order": Disordered}
 def steps(name: str, rank: int) -> dict[str, Any]:
     """What a round of two steps asks of the device, on one rank."""
     strategy = STRATEGIES.get(name) or STRATEGIES["ddp"]
-    task = MISTAKES.get(name, Adam)(layers=2, **({"block": Mixture} if "experts" in name else {}))
+    task = MISTAKES.get(name, Adam)(layers=2, **SIZES.get(name, {}))
     job = JobConfig.model_validate(
         {"task": "t", "seed": 7, "algorithm": {"steps": 2, "batch_size": 8, "max_gradient_norm": 0.5}}
     )

@@ -26,6 +26,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "many words": {"dim": 128, "layers": 4, "heads": 4, "hidden": 256, "vocabulary": 8000, "length": 32},
     "large": {"dim": 512, "layers": 2, "heads": 8, "hidden": 2048, "vocabulary": 1000, "length": 32},
     "four large": {"dim": 512, "layers": 4, "heads": 8, "hidden": 2048, "vocabulary": 1000, "length": 32},
+    "coded": {"dim": 512, "layers": 2, "heads": 8, "hidden": 2048, "vocabulary": 8000, "length": 8},
     "experts": {
         "dim": 128,
         "layers": 4,
