@@ -49,7 +49,7 @@ def serve(channel: Channel, take: Callable[[int, Order], None]) -> None:
     """Hands on each order as it comes, with its lane. Raises PeerGone at the end."""
     memories: dict[int, SharedFloats] = {}
     while True:
-        message, tensors, descriptors = channel.receive(descriptors=1)
+        message, tensors, descriptors = channel.receive()
         lane = message["lane"]
         if message["op"] == "memory":
             memories[lane] = SharedFloats(descriptors[0], 1, message["floats"])

@@ -1,25 +1,35 @@
 """Messages between a process and its workers: JSON and raw tensors over a socket pair, no pickle.
 
 4 bytes   length of the header, little-endian
-header    JSON; "blobs" holds the lengths of what follows
-blobs     safetensors files: named tensors
+header    JSON; "tensors" says the names, dtypes and shapes of what follows
+values    of the tensors, one after the other, each from a multiple of 64 bytes on; where they are many, in
+          shared memory whose descriptor comes with the message, so that nobody waits until they are read
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import mmap
+import os
 import select
 import socket
 import struct
+from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import safetensors.torch
+import torch
 from torch import Tensor
 
+from roundtable.core.workers.shared_vectors import anonymous_memory
+
 Tensors = Mapping[str, Tensor]
+_SHARED_FROM = 1 << 16
+_ALIGNMENT = 64
+_MOST_DESCRIPTORS = 2
 
 
 class PeerGone(Exception):
@@ -53,55 +63,76 @@ class Channel:
     def send(
         self, message: Mapping[str, Any], tensors: Sequence[Tensors] = (), descriptors: Sequence[int] = ()
     ) -> None:
-        """Raises PeerGone if nobody is there to read."""
-        blobs = [safetensors.torch.save({n: t.contiguous() for n, t in part.items()}) for part in tensors]
-        header = json.dumps({**message, "blobs": [len(blob) for blob in blobs]}).encode()
+        """Raises PeerGone if nobody is there to read; MemoryError or OSError without room for values."""
+        kinds = [[(name, *_kind(tensor)) for name, tensor in part.items()] for part in tensors]
+        parts = list(_bytes_of(tensor for part in tensors for tensor in part.values()))
+        size = sum(map(len, parts))
+        shared = size if size >= _SHARED_FROM else 0
+        header = json.dumps({**message, "tensors": kinds, "shared": shared}).encode()
+        frame = [struct.pack("<I", len(header)), header]
         try:
-            start = struct.pack("<I", len(header))
-            if descriptors:
-                socket.send_fds(self.connection, [start], list(descriptors))
-            else:
-                self._write(start)
-            self._write(b"".join([header, *blobs]))
+            if not shared:
+                self._write(b"".join([*frame, *parts]), descriptors)
+                return
+            memory = anonymous_memory(size)
+            try:
+                with open(memory, "wb", closefd=False) as file:
+                    file.writelines(parts)
+                self._write(b"".join(frame), [*descriptors, memory])
+            finally:
+                os.close(memory)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise PeerGone from error
 
-    def receive(self, descriptors: int = 0) -> Message:
-        """The next message, its tensors, and file descriptors if so many may come. Raises PeerGone."""
-        return self._kept.popleft() if self._kept else self._read(descriptors)
+    def receive(self) -> Message:
+        """The next message, its tensors, and the descriptors that came with it. Raises PeerGone.
 
-    def _write(self, data: bytes) -> None:
-        if not self._yields:
-            self.connection.sendall(data)
-            return
-        left = memoryview(data)
+        Many values lie in memory that this process alone has mapped, and only as long as a tensor of them is
+        there: keep a copy of what is to stay.
+        """
+        return self._kept.popleft() if self._kept else self._read()
+
+    def _write(self, data: bytes, descriptors: Sequence[int]) -> None:
+        left, flags = memoryview(data), socket.MSG_DONTWAIT if self._yields else 0
         while left:
-            readable, writable, _ = select.select([self.connection], [self.connection], [])
-            if writable:
-                with contextlib.suppress(BlockingIOError):
-                    left = left[self.connection.send(left, socket.MSG_DONTWAIT) :]
-            elif readable:
-                self._kept.append(self._read(0))
+            if self._yields and not self._writable():
+                continue
+            with contextlib.suppress(BlockingIOError):
+                # Not socket.send_fds, which drops the flags.
+                beside = (
+                    [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+                )
+                left, descriptors = left[self.connection.sendmsg([left], beside, flags) :], ()
 
-    def _read(self, descriptors: int) -> Message:
+    def _writable(self) -> bool:
+        """Waits until there is room; takes in what comes meanwhile."""
+        readable, writable, _ = select.select([self.connection], [self.connection], [])
+        if readable and not writable:
+            self._kept.append(self._read())
+        return bool(writable)
+
+    def _read(self) -> Message:
         try:
-            received: list[int] = []
-            if descriptors:
-                start, received, _, _ = socket.recv_fds(self.connection, 4, descriptors)
-                start += self._exactly(4 - len(start))
-            else:
-                start = self._exactly(4)
+            start, received, _, _ = socket.recv_fds(self.connection, 4, _MOST_DESCRIPTORS)
+            start += self._exactly(4 - len(start))
             header = json.loads(self._exactly(struct.unpack("<I", start)[0]))
-            blobs = [safetensors.torch.load(self._exactly(length)) for length in header.pop("blobs")]
+            kinds, shared = header.pop("tensors"), header.pop("shared")
+            data: bytearray | mmap.mmap
+            if shared:
+                memory = received.pop()
+                data = mmap.mmap(memory, shared)
+                os.close(memory)
+            else:
+                data = self._exactly(_length(kinds))
         except ConnectionResetError as error:
             raise PeerGone from error
-        return header, blobs, received
+        return header, _tensors_in(data, kinds), received
 
     def close(self) -> None:
         """Closes this end."""
         self.connection.close()
 
-    def _exactly(self, count: int) -> bytes:
+    def _exactly(self, count: int) -> bytearray:
         data = bytearray(count)
         view = memoryview(data)
         while view:
@@ -109,4 +140,41 @@ class Channel:
             if not got:
                 raise PeerGone
             view = view[got:]
-        return bytes(data)
+        return data
+
+
+def _kind(tensor: Tensor) -> tuple[str, list[int]]:
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+def _bytes_of(tensors: Iterator[Tensor]) -> Iterator[memoryview | bytes]:
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        yield memoryview(flat.view(torch.uint8).numpy())
+        yield bytes(-flat.nbytes % _ALIGNMENT)
+
+
+def _length(kinds: Sequence[Sequence[tuple[str, str, Sequence[int]]]]) -> int:
+    sizes = (getattr(torch, dtype).itemsize * math.prod(shape) for part in kinds for _, dtype, shape in part)
+    return sum(size + -size % _ALIGNMENT for size in sizes)
+
+
+def _tensors_in(
+    data: bytearray | mmap.mmap, kinds: Sequence[Sequence[tuple[str, str, Sequence[int]]]]
+) -> list[dict[str, Tensor]]:
+    """The tensors, which keep the memory alive that they lie in."""
+    found, start = [], 0
+    for part in kinds:
+        tensors = {}
+        for name, named, shape in part:
+            dtype, count = getattr(torch, named), math.prod(shape)
+            size = dtype.itemsize * count
+            flat = (
+                torch.frombuffer(data, dtype=dtype, count=count, offset=start)
+                if count
+                else torch.empty(0, dtype=dtype)
+            )
+            tensors[name] = flat.view(shape)
+            start += size + -size % _ALIGNMENT
+        found.append(tensors)
+    return found

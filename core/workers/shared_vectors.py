@@ -30,7 +30,7 @@ class SharedFloats:
     @classmethod
     def create(cls, rows: int, columns: int) -> SharedFloats:
         """New memory, all zeros; MemoryError or OSError where there is not enough."""
-        return cls(_anonymous(4 * rows * columns), rows, columns)
+        return cls(anonymous_memory(4 * rows * columns), rows, columns)
 
     def close(self) -> None:
         """Gives the descriptor back, once; the memory goes when no tensor refers to it any more."""
@@ -41,7 +41,7 @@ class SharedFloats:
 
 def share_bytes(data: bytes) -> int:
     """The descriptor of memory that holds them, for processes that inherit it; MemoryError or OSError."""
-    fd = _anonymous(len(data))
+    fd = anonymous_memory(len(data))
     with mmap.mmap(fd, len(data)) as mapping:
         mapping[:] = data
     return fd
@@ -54,7 +54,8 @@ def shared_bytes(fd: int) -> bytes:
         return mapping[:]
 
 
-def _anonymous(size: int) -> int:
+def anonymous_memory(size: int) -> int:
+    """The descriptor of so many bytes without a name; MemoryError or OSError where there are not enough."""
     if size <= IN_MEMORY and hasattr(os, "memfd_create"):
         fd = os.memfd_create("roundtable")
     else:

@@ -76,7 +76,7 @@ def _serve(channel: Channel, backend: Backend, world: World) -> None:
     vector: Tensor | None = None
     rows: Tensor | None = None
     while True:
-        message, tensors, descriptors = channel.receive(descriptors=1)
+        message, tensors, descriptors = channel.receive()
         if message["op"] in ("vector", "rows"):
             shared = SharedFloats(descriptors[0], message["rows"], message["columns"])
             shared.close()

@@ -299,7 +299,8 @@ class Processes:
             chunk.remove(next(place for place in chunk if order.work[place].client == message["client"]))
             self._deaths_in_a_row = 0
             order.left -= 1
-            yield decode(message, tensors)
+            # What a client keeps stays for rounds, and not as a mapping of its own.
+            yield decode(message, [{name: t.clone() for name, t in part.items()} for part in tensors])
 
     def _bury(self, worker: _Worker, order: _Order) -> Iterator[Answer]:
         """Replaces a dead worker; what it had goes back, and what it was at is watched."""

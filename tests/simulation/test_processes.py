@@ -121,24 +121,54 @@ def test_nothing_is_left_behind(run):
 def test_two_that_send_more_than_a_connection_holds_do_not_wait_for_each_other():
     ours, theirs = socket.socketpair()
     mine, other = Channel(ours, yields=True), Channel(theirs)
-    large = torch.arange(1 << 20, dtype=torch.float32)
+    large, text = torch.arange(1 << 20, dtype=torch.float32), "x" * (1 << 22)
     heard = []
 
     def worker():
         for number in range(3):
-            other.send({"answer": number}, [{"state": large}])
+            other.send({"answer": number, "text": text}, [{"state": large}])
         heard.extend(other.receive()[0]["order"] for _ in range(2))
 
     thread = threading.Thread(target=worker)
     thread.start()
     for number in range(2):
-        mine.send({"order": number}, [{"state": large}])
+        mine.send({"order": number, "text": text}, [{"state": large}])
     thread.join()
     assert heard == [0, 1]
     answers = [mine.receive() for _ in range(3)]
     assert [message["answer"] for message, _, _ in answers] == [0, 1, 2]
     assert all(torch.equal(tensors[0]["state"], large) for _, tensors, _ in answers)
     assert not mine.keeps
+
+
+@pytest.mark.timeout(60)
+def test_nobody_waits_until_many_values_are_read():
+    """A worker that trains reads nothing: whoever gives it a client's state goes on all the same."""
+    ours, theirs = socket.socketpair()
+    mine, other = Channel(ours), Channel(theirs)
+    state = {
+        "weights": torch.arange(1 << 20, dtype=torch.float32).view(2, -1),
+        "count": torch.tensor(7),
+        "none": torch.empty(0, 3, dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False, True]),
+        "halves": torch.tensor([0.5, 1.5], dtype=torch.float16),
+    }
+    reader, writer = os.pipe()
+    mine.send({"op": "work"}, [state, {"few": torch.ones(3)}], [reader])
+    mine.send({"op": "work"}, [{"few": torch.ones(3)}], [reader])
+    os.close(reader)
+    for expected in ([state, {"few": torch.ones(3)}], [{"few": torch.ones(3)}]):
+        message, tensors, descriptors = other.receive()
+        assert message == {"op": "work"}
+        assert [part.keys() for part in tensors] == [part.keys() for part in expected]
+        for part, sent in zip(tensors, expected, strict=True):
+            for name, value in sent.items():
+                assert part[name].dtype == value.dtype
+                assert torch.equal(part[name], value)
+        os.write(writer, b"+")
+        assert os.read(descriptors[0], 1) == b"+"
+        os.close(descriptors[0])
+    os.close(writer)
 
 
 @pytest.mark.slow
