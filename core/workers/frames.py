@@ -150,7 +150,7 @@ def _kind(tensor: Tensor) -> tuple[str, list[int]]:
 def _bytes_of(tensors: Iterator[Tensor]) -> Iterator[memoryview | bytes]:
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        yield memoryview(flat.view(torch.uint8).numpy())
+        yield flat.view(torch.uint8).numpy().data
         yield bytes(-flat.nbytes % _ALIGNMENT)
 
 

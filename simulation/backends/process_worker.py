@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from roundtable.simulation.backends.local import make_local
 from roundtable.simulation.world.simulated_clients import Clients
 
 WORKER = "ROUNDTABLE_SIMULATION_WORKER"
+Answer = Trained | Measured | Failed | tuple[str, int | None]
 
 
 def main() -> None:
@@ -87,17 +88,16 @@ def _serve(channel: Channel, backend: Backend, world: World) -> None:
             continue
         work = _work(message["work"], tensors, world)
         try:
-            for answer in _run(message, backend, vector, rows, work):
-                channel.send(*encode(answer))
+            answers, kept = encode(_run(message, backend, vector, rows, work))
         except ConfigError as error:
             channel.send({"op": "refused", "detail": str(error)})
             return
-        channel.send({"op": "done"})
+        channel.send({"op": "done", "answers": answers}, kept)
 
 
 def _run(
     message: dict[str, Any], backend: Backend, vector: Tensor | None, rows: Tensor | None, work: list[Work]
-) -> Iterator[Trained | Measured | Failed | tuple[str, int | None]]:
+) -> Iterator[Answer]:
     if message["op"] == "examples":
         for item, count in zip(work, backend.examples(work), strict=True):
             yield item.client, count
@@ -117,43 +117,45 @@ def _work(items: Sequence[Any], tensors: Sequence[dict[str, Tensor]], world: Wor
     ]
 
 
-def encode(
-    answer: Trained | Measured | Failed | tuple[str, int | None],
-) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
-    """An answer as a message."""
-    match answer:
-        case Trained():
-            numbers = {"examples": answer.examples, "steps": answer.steps, "loss": answer.loss}
-            local = [dict(answer.local)] if answer.local else []
-            return {
-                "op": "trained",
-                "client": answer.client,
-                **numbers,
-                "metrics": dict(answer.metrics),
-            }, local
-        case Measured():
-            return {"op": "measured", "client": answer.client, "metrics": dict(answer.metrics)}, []
-        case Failed():
-            return {"op": "failed", **vars(answer)}, []
-        case (client, count):
-            return {"op": "sized", "client": client, "examples": count}, []
+def encode(answers: Iterable[Answer]) -> tuple[list[dict[str, Any]], list[dict[str, Tensor]]]:
+    """Answers for a message, and what clients keep."""
+    plain: list[dict[str, Any]] = []
+    kept: list[dict[str, Tensor]] = []
+    for answer in answers:
+        match answer:
+            case Trained():
+                values = {"kind": "trained", **vars(answer), "local": None}
+                if answer.local:
+                    values["local"] = len(kept)
+                    kept.append(dict(answer.local))
+            case Measured():
+                values = {"kind": "measured", **vars(answer)}
+            case Failed():
+                # Not `kind`, which is the failure's own word.
+                values = {**vars(answer), "failure": answer.kind, "kind": "failed"}
+            case (client, count):
+                values = {"kind": "sized", "client": client, "examples": count}
+        plain.append(values)
+    return plain, kept
 
 
-def decode(
-    message: dict[str, Any], tensors: Sequence[dict[str, Tensor]]
-) -> Trained | Measured | Failed | tuple[str, int | None]:
-    """The answer that `encode` wrote."""
-    values = dict(message)
-    kind = values.pop("op")
-    if "metrics" in values:
-        values["metrics"] = {name: (value, count) for name, (value, count) in values["metrics"].items()}
-    if kind == "trained":
-        return Trained(**values, local=tensors[0] if tensors else {})
-    if kind == "measured":
-        return Measured(**values)
-    if kind == "failed":
-        return Failed(**values)
-    return values["client"], values["examples"]
+def decode(plain: Sequence[dict[str, Any]], kept: Sequence[Mapping[str, Tensor]]) -> Iterator[Answer]:
+    """The answers that `encode` wrote; of what clients keep a copy, as it stays for rounds."""
+    for values in plain:
+        kind = values.pop("kind")
+        if "metrics" in values:
+            values["metrics"] = {name: (value, count) for name, (value, count) in values["metrics"].items()}
+        match kind:
+            case "trained":
+                place = values.pop("local")
+                own = {} if place is None else {name: each.clone() for name, each in kept[place].items()}
+                yield Trained(**values, local=own)
+            case "measured":
+                yield Measured(**values)
+            case "failed":
+                yield Failed(kind=values.pop("failure"), **values)
+            case _:
+                yield values["client"], values["examples"]
 
 
 def start_message(world: World, packed: int | None, inner: str, device: str, budget: int) -> dict[str, Any]:

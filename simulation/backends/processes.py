@@ -29,12 +29,11 @@ from roundtable.core.workers.shared_vectors import SharedFloats, share_bytes
 from roundtable.simulation.backend import Backend, Failed, Measured, Trained, Work, World
 from roundtable.simulation.backends.local import make_local
 from roundtable.simulation.backends.precision import mixed
-from roundtable.simulation.backends.process_worker import WORKER, decode, start_message
+from roundtable.simulation.backends.process_worker import WORKER, Answer, decode, start_message
 from roundtable.simulation.backends.sequential import EVALUATED_TOGETHER
 from roundtable.simulation.world.simulated_clients import DATA_BUDGET, Clients
 
 _LOG = logging.getLogger(__name__)
-Answer = Trained | Measured | Failed | tuple[str, int | None]
 _DEATHS_OF_A_CLIENT = 2
 _DEATHS_IN_A_ROW = 6
 _AHEAD = 2
@@ -292,15 +291,10 @@ class Processes:
             )
         elif message["op"] == "refused":
             raise ConfigError(message["detail"])
-        elif message["op"] == "done":
-            worker.given.popleft()
         else:
-            chunk = worker.given[0]
-            chunk.remove(next(place for place in chunk if order.work[place].client == message["client"]))
+            order.left -= len(worker.given.popleft())
             self._deaths_in_a_row = 0
-            order.left -= 1
-            # What a client keeps stays for rounds, and not as a mapping of its own.
-            yield decode(message, [{name: t.clone() for name, t in part.items()} for part in tensors])
+            yield from decode(message["answers"], tensors)
 
     def _bury(self, worker: _Worker, order: _Order) -> Iterator[Answer]:
         """Replaces a dead worker; what it had goes back, and what it was at is watched."""

@@ -24,12 +24,16 @@ def answers_of_workers(monkeypatch):
     counted = []
     original, decode = Processes._run, processes.decode
 
+    def counting(plain, kept):
+        counted.extend(each["kind"] for each in plain)
+        return decode(plain, kept)
+
     def patient(self, *arguments):
         self.wait()
         return original(self, *arguments)
 
     monkeypatch.setattr(Processes, "_run", patient)
-    monkeypatch.setattr(processes, "decode", lambda *a: counted.append(a[0]["op"]) or decode(*a))
+    monkeypatch.setattr(processes, "decode", counting)
     return counted
 
 
