@@ -226,10 +226,10 @@ class Vectorised:
     ) -> tuple[Tensor, list[int]] | None:
         """Training where the kernels can fetch the examples of each batch themselves; else None."""
         job, examples, manner = work.job, as_tensors(data), self._manner(rules)
-        if not examples or not len(examples[0]) or rules.algorithm.looks_back:
+        if not examples or not examples[0].shape[0] or rules.algorithm.looks_back:
             return None
         size = job.algorithm.batch_size
-        orders = epoch_orders(len(examples[0]), **ordering_of(job, work.round, work.client))
+        orders = epoch_orders(examples[0].shape[0], **ordering_of(job, work.round, work.client))
         first = next(orders)
         if not steps.takes_rows(examples, first[:size], manner(1)):
             return None

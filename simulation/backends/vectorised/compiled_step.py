@@ -8,7 +8,7 @@ being stored before.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -72,6 +72,7 @@ class CompiledProgram(StepProgram):
         self._numbers: list[float | str] = ["rate", "-rate", "kept"]
         self._rows: dict[Ref, int] = {}
         self._places: dict[Ref, int] = {}
+        self._gathered_to: list[Tensor] = []
         super().__init__(recording, parameters, vectors, step)
 
     @override
@@ -151,14 +152,14 @@ class CompiledProgram(StepProgram):
         assert self._loss is not None
         self._set_rate(rate)
         rows, numbers = self._globals["rows"], self._globals["numbers"]
-        read = [
-            (self._rows[ref], all_)
-            for ref, all_ in zip(self._batch, examples, strict=True)
-            if ref in self._rows
-        ]
+        places = [place for place, ref in enumerate(self._batch) if ref in self._rows]
+        read = [examples[place] for place in places]
         count, size = order.shape
-        batch = [torch.empty(size, *all_.shape[1:], dtype=all_.dtype) for _, all_ in read]
-        for (row, _), tensor in zip(read, batch, strict=True):
+        if not self._gathered_to:
+            # A program is for batches of one size.
+            self._gathered_to = [torch.empty(size, *part.shape[1:], dtype=part.dtype) for part in read]
+        which_rows = [self._rows[self._batch[place]] for place in places]
+        for row, tensor in zip(which_rows, self._gathered_to, strict=True):
             rows[row] = tensor.data_ptr()
         losses = torch.empty(count)
         end = ctypes.c_void_p(ctypes.addressof(self._code) + ctypes.sizeof(self._code))
@@ -166,13 +167,13 @@ class CompiledProgram(StepProgram):
         which = (ctypes.c_int64(count), ctypes.c_int64(size), ctypes.c_void_p(order.data_ptr()))
         inputs = (
             ctypes.c_int64(len(read)),
-            _integers(row for row, _ in read),
-            _integers(all_.data_ptr() for _, all_ in read),
-            _integers(all_.stride(0) * all_.element_size() for _, all_ in read),
-            _integers(all_[:1].nbytes for _, all_ in read),
+            _integers(which_rows),
+            _integers([part.data_ptr() for part in read]),
+            _integers([part.stride(0) * part.element_size() for part in read]),
+            _integers([batch.nbytes // size for batch in self._gathered_to]),
         )
-        places = (ctypes.c_void_p(self._fixed[self._loss].data_ptr()), ctypes.c_void_p(losses.data_ptr()))
-        if not self._library.repeat(*code, *which, *inputs, *places):
+        told = (ctypes.c_void_p(self._fixed[self._loss].data_ptr()), ctypes.c_void_p(losses.data_ptr()))
+        if not self._library.repeat(*code, *which, *inputs, *told):
             _refuse()
         return losses
 
@@ -274,12 +275,13 @@ class CompiledProgram(StepProgram):
 
 def whole(examples: Tensor) -> bool:
     """Whether each example lies in one piece in the memory of the processor."""
-    return examples.device.type == "cpu" and len(examples) > 0 and examples[0].is_contiguous()
+    if examples.device.type != "cpu" or not examples.shape[0]:
+        return False
+    return examples.is_contiguous() or examples[0].is_contiguous()
 
 
-def _integers(values: Iterable[int]) -> Any:
-    numbers = list(values)
-    return (ctypes.c_int64 * len(numbers))(*numbers)
+def _integers(values: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(values))(*values)
 
 
 def _refuse() -> None:

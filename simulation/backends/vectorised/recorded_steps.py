@@ -68,6 +68,7 @@ class Steps:
         self.held = HeldVectors(layout, device)
         self._stated = StatedInputs(initial, self._resting, examples)
         self._programs: dict[tuple[Any, ...], StepProgram] = {}
+        self._by_rows: dict[tuple[Any, ...], StepProgram] = {}
         self._refusals: dict[tuple[Any, ...], str] = {}
         self.random = False
 
@@ -132,21 +133,21 @@ class Steps:
         losses: list[Tensor] = []
         sizes: list[int] = []
         for order in orders:
-            full = len(order) // batch_size * batch_size
+            full = order.shape[0] // batch_size * batch_size
             for rows in (order[:full].view(-1, batch_size), order[full:].view(1, -1)):
                 if not rows.numel():
                     continue
-                manners, start = [manner(len(sizes) + number) for number in range(1, len(rows) + 1)], 0
+                manners, start = [manner(len(sizes) + number) for number in range(1, rows.shape[0] + 1)], 0
                 for one, run in groupby(manners):
                     end = start + sum(1 for _ in run)
                     losses += self._repeated(one, examples, rows[start:end], rate)
                     start = end
-                sizes += [rows.shape[1]] * len(rows)
+                sizes += [rows.shape[1]] * rows.shape[0]
         return torch.cat(losses), sizes
 
     def _repeated(self, manner: Manner, examples: Parts, rows: Tensor, rate: float) -> list[Tensor]:
-        program = self.prepare(gathered(examples, rows[0]), manner)
-        self._count(program, len(rows))
+        program = self._for_rows(examples, rows[0], manner)
+        self._count(program, rows.shape[0])
         if isinstance(program, CompiledProgram) and program.alone:
             return [program.repeat(rate, examples, rows)]
         return [program.run(rate, *gathered(examples, some)).view(1) for some in rows]
@@ -159,8 +160,16 @@ class Steps:
         """Whether steps on batches such as these rows are the kernels' alone."""
         if self.weights.device.type != "cpu" or not all(map(whole, examples)):
             return False
-        program = self.prepare(gathered(examples, rows), manner)
+        program = self._for_rows(examples, rows, manner)
         return isinstance(program, CompiledProgram) and program.alone
+
+    def _for_rows(self, examples: Parts, rows: Tensor, manner: Manner) -> StepProgram:
+        """The program for batches such as these rows of examples, which are not gathered if it is known."""
+        key = (manner, rows.shape[0], *((part.shape[1:], part.dtype) for part in examples))
+        known = self._by_rows.get(key)
+        if known is None:
+            known = self._by_rows[key] = self.prepare(gathered(examples, rows), manner)
+        return known
 
     def change(self, vector: Tensor, out: Tensor) -> bool:
         """Writes what has become of the weights since `vector` to `out`; whether all of that is finite."""
