@@ -90,9 +90,13 @@ class Rule:
         if isinstance(f, int) and f < 0:
             raise AggregationError(f"{owner}: f counts byzantine silos and cannot be {f}")
 
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(inspect.signature(self.function).parameters)
+
     def takes(self, parameter: str) -> bool:
         """Whether the rule's function has this parameter."""
-        return parameter in inspect.signature(self.function).parameters
+        return parameter in self._parameters
 
 
 RULES: dict[str, Rule] = {}

@@ -79,10 +79,12 @@ class Phases:
     def received(self, update: m.Update, now: float) -> None:
         """A client's update that is wanted is here; `proceed` follows."""
         client, attempt = update.client, self._context.attempt()
-        if (assignment := self._state.at_work.pop(client, None) or attempt.group.get(client)) is not None:
-            update = replace(update, asked=(assignment.round, assignment.attempt))
+        assignment = self._state.at_work.pop(client, None) or attempt.group.get(client)
+        asked_in = update.asked if assignment is None else (assignment.round, assignment.attempt)
         attempt.awaited.pop(client, None)
-        update = replace(update, steps=self._context.see_pace(client, now))
+        steps = self._context.see_pace(client, now)
+        if (asked_in, steps) != (update.asked, update.steps):
+            update = replace(update, asked=asked_in, steps=steps)
         lost = attempt.lost.pop(client, None)
         (attempt.updates if attempt.phase == m.TRAIN else self._state.buffer)[client] = lost or update
         course = self._context.done(client, lost or update, now)

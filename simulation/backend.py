@@ -54,7 +54,7 @@ class World:
         """The layout of the vectors."""
         return self.initial.layout
 
-    @property
+    @cached_property
     def names(self) -> NumberedNames:
         """The clients' names by number, held nowhere."""
         return NumberedNames(self.job.simulation.clients)

@@ -55,6 +55,7 @@ class ClientUpdates:
         self.chain_of: Callable[[str], str] = lambda client: world.job.writes.up
         self.starts: Starts = lambda vector, indices: [(vector, indices)]
         self._travelled: dict[str, TransferFigures] = {}
+        self._ways: dict[tuple[str, int], tuple[Encoding, TransferFigures]] = {}
         self._secure = SecureAggregation.of(world.job, world.layout.sent)
         self._before: dict[str, Metrics] = {}
         self._warned: set[str] = set()
@@ -214,15 +215,13 @@ class ClientUpdates:
         self.local.update({index: self.pending[index] for index in used if index in self.pending})
         self.pending = {index: self.pending[index] for index in waiting if index in self.pending}
 
-    def transfer_of(self, client: str, round: int) -> TransferFigures | None:
+    def transfer_of(self, client: str) -> TransferFigures | None:
         """What the way of the client's newest update would have been; None under masks.
 
         Models count as if the client had the one before: the change from it, where that is sent.
         """
         figures = self._travelled.pop(client)
-        if self._secure is not None:
-            return None
-        return replace(figures, down=self.down_size(round), down_plain=4 * self.world.layout.size)
+        return None if self._secure is not None else figures
 
     def down_size(self, round: int) -> int:
         """Bytes of the model that a round begins with on its way to a client that has the one before."""
@@ -239,16 +238,10 @@ class ClientUpdates:
         Factors by the round's `basis` are added up as they are: the row begins with them.
         """
         index, kept = self.world.names.index_of(answer.client), dict(answer.local)
-        sent, transfer = self.world.layout.sent, self.world.job.transfer
-        encoding = as_counted(self.world.job, self.chain_of(answer.client), self.world.folder).over(sent)
-        encoding = encoding.in_round(step.round)
+        transfer = self.world.job.transfer
+        encoding, figures = self._way_of(self.chain_of(answer.client), step.round)
         if isinstance(encoding, CommonRank):
             encoding = encoding.at(basis, step.round)
-        figures = TransferFigures(encoding.encoded_size(sent.size) or 0, 4 * sent.size)
-        if transfer.automatic:
-            figures = replace(figures, encoding=encoding.chain)
-        elif encoding.dense_dtype == torch.float32:
-            figures = replace(figures, error=0.0)
         if row.numel() and (transfer.automatic or encoding.dense_dtype != torch.float32):
             key = StreamKey(self.world.job.seed, answer.client, step.round, step.attempt)
             figures, memory = self._journey(encoding, key, self.local.get(index), row, figures)
@@ -257,6 +250,22 @@ class ClientUpdates:
         if kept or transfer.automatic:
             # Where encodings are chosen, what was remembered may be gone with this update.
             self.pending[index] = kept
+
+    def _way_of(self, chain: str, round: int) -> tuple[Encoding, TransferFigures]:
+        """The encoding that updates of a round come in, and what is known of their way beforehand."""
+        if (chain, round) not in self._ways:
+            layout, automatic = self.world.layout, self.world.job.transfer.automatic
+            encoding = as_counted(self.world.job, chain, self.world.folder).over(layout.sent).in_round(round)
+            figures = TransferFigures(
+                encoding.encoded_size(layout.sent.size) or 0,
+                4 * layout.sent.size,
+                self.down_size(round),
+                4 * layout.size,
+                error=0.0 if encoding.dense_dtype == torch.float32 and not automatic else None,
+                encoding=encoding.chain if automatic else "",
+            )
+            self._ways = {(chain, round): (encoding, figures)}
+        return self._ways[chain, round]
 
     def _journey(
         self,

@@ -229,7 +229,7 @@ class Driver:
             self._work.prepared[due.index] = row, answer
             self._handle(m.UpdateReady(answer.client, due.step))
             return
-        transfer = self._updates.transfer_of(answer.client, due.step.round)
+        transfer = self._updates.transfer_of(answer.client)
         if transfer is not None:
             sizes = Transfer(transfer.down, transfer.up)
             down, up = self.fleet.devices.way_seconds(due.index, due.step.round, sizes)

@@ -323,7 +323,8 @@ class _Listener:
             )
 
     def note(self, note: Note, now: float) -> None:
-        note = replace(note, message=self.names.said(note.message))
+        if (said := self.names.said(note.message)) != note.message:
+            note = replace(note, message=said)
         if self._run is not None:
             self._run.note(note, now, self.names)
         if self._report is not None and note.kind not in QUIET:

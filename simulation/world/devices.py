@@ -77,6 +77,8 @@ class Devices:
 
     def seconds(self, index: int, round: int, examples: int, transfer: Transfer) -> float:
         """From being asked to the update's arrival: latency, download, training on `examples`, upload."""
+        if self.instant:
+            return 0.0
         amounts = {"speed": examples, "download": transfer.down, "upload": transfer.up}
         total = self.table.latency + sum(
             amount / self._rate(name, index) for name, amount in amounts.items() if amount
