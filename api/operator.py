@@ -21,6 +21,7 @@ from roundtable.core.identity.signing import job_values, sign
 from roundtable.core.paths import AnyPath
 from roundtable.operator_credentials import channel_credentials, signing_identity
 from roundtable.proto import CHUNK_BYTES, operator_pb2, operator_pb2_grpc
+from roundtable.proto.channel import CLIENT_OPTIONS
 from roundtable.proto.common_pb2 import Artifact, Chunk, DownloadRequest
 from roundtable.rpc_errors import translated
 
@@ -48,11 +49,7 @@ class OperatorClient:
         self._channel = grpc.secure_channel(
             address,
             channel_credentials(self.folder, address),
-            options=[
-                ("grpc.max_receive_message_length", _REPLY_LIMIT),
-                ("grpc.keepalive_time_ms", 30_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-            ],
+            options=[*CLIENT_OPTIONS, ("grpc.max_receive_message_length", _REPLY_LIMIT)],
         )
         self._stub = operator_pb2_grpc.OperatorsStub(self._channel)
 
@@ -328,13 +325,13 @@ class OperatorClient:
             path.parent.mkdir(parents=True, exist_ok=True)
             for attempt in range(1, _RETRIES + 1):
                 try:
-                    self._fetch(digest, size, partial, progress)
+                    found = self._fetch(digest, size, partial, progress)
                     break
                 except UnavailableError:
                     if attempt == _RETRIES:
                         raise
                     time.sleep(_PAUSE_SECONDS)
-            if _digest_of(partial) != digest:
+            if found != digest:
                 partial.unlink()
                 raise TransferError(
                     f"the bytes of {digest[:12]} from {self.address} do not have that digest; "
@@ -344,10 +341,14 @@ class OperatorClient:
         except OSError as error:
             raise ResourceError(f"{error.filename or path} cannot be written: {error.strerror}") from error
 
-    def _fetch(self, digest: str, size: int, partial: Path, progress: Progress | None) -> None:
+    def _fetch(self, digest: str, size: int, partial: Path, progress: Progress | None) -> str:
+        """Appends what is missing; the digest of all that is there, hashed as it came."""
+        hasher = blake3()
         with partial.open("ab") as file:
             if file.tell() > size:
                 file.truncate(0)
+            elif file.tell():
+                hasher.update_mmap(partial)
             request = DownloadRequest(digest=digest, offset=file.tell())
             with self._translated():
                 for chunk in self._stub.GetArtifact(request):
@@ -356,10 +357,12 @@ class OperatorClient:
                             f"{self.address} sent bytes at {chunk.offset}, not at {file.tell()}"
                         )
                     file.write(chunk.data)
+                    hasher.update(chunk.data)
                     if progress:
                         progress(file.tell(), size)
             file.flush()
             os.fsync(file.fileno())
+        return hasher.hexdigest()
 
     def _translated(self) -> AbstractContextManager[None]:
         return translated(self._unreachable)

@@ -88,12 +88,12 @@ def coordinator(folder: Path) -> Iterator[tuple[int, int]]:
         child.wait()
 
 
-def run_agent(folder: Path, port: int, name: str, elements: int) -> None:
+def run_agent(folder: Path, port: int, name: str, elements: int, host: str = "localhost") -> None:
     """An agent's process."""
     # One installation has one state folder, whatever it trains.
     state = folder / f"state-{name}"
     state.mkdir(exist_ok=True)
-    config = AgentConfig(f"localhost:{port}", folder / name, state, {"ready": "ready.py:Ready"})
+    config = AgentConfig(f"{host}:{port}", folder / name, state, {"ready": "ready.py:Ready"})
     asyncio.run(Agent(config, ReadyTrainer(state, elements)).run())
 
 
