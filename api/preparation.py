@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from roundtable.client.training.private_training import check_task
 from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_document, read_job
 from roundtable.core.errors import ConfigError, LayoutError
+from roundtable.core.foundation.checkpoint_files import CheckpointTensors
 from roundtable.core.initial_model import initial_model
 from roundtable.core.models import Model, open_model
 from roundtable.core.plugins.doors import is_file
 from roundtable.core.privacy_table import ExampleLevel, NoPrivacy
 from roundtable.core.task import AnyTask, load_task
+from roundtable.core.tensor_spec import DTYPES
 from roundtable.core.toml import with_place
 from roundtable.engine.validation.buffered_composition import why_not_served
 from roundtable.engine.validation.down_composition import check_down_layout
@@ -43,7 +46,8 @@ class Prepared:
 def prepare(path: Path, overrides: Mapping[str, Any] | None = None, start: Path | None = None) -> Prepared:
     """Reads a job file, imports its task, makes the initial model, and checks that all of it fits.
 
-    `start` is a model artifact to start from in the place of the task's own weights. Raises
+    `start` is what to start from in the place of the task's own weights: a model artifact, or the folder
+    of a checkpoint in safetensors, of one file or many with an index. Raises
     ConfigError, TaskError, EncodingError, LayoutError or PrivacyError; each says what to change.
     """
     document = job_document(path, overrides)
@@ -114,7 +118,9 @@ def _not_submitted(job: JobConfig) -> str | None:
 
 
 def _started(path: Path, own: Model, task: str) -> Model:
-    """The weights of an artifact, for a job whose task makes models like `own`."""
+    """The weights of an artifact or a checkpoint, for a job whose task makes models like `own`."""
+    if path.is_dir() or path.suffix == ".json":
+        return _of_checkpoint(path, own, task)
     start = open_model(path)
     if start.layout.fingerprint != own.layout.fingerprint:
         theirs, ours = set(start.layout.tensors), set(own.layout.tensors)
@@ -127,3 +133,48 @@ def _started(path: Path, own: Model, task: str) -> Model:
     if not torch.isfinite(start.vector).all():
         raise LayoutError(f"{path} holds weights that are not finite; start from an earlier model")
     return replace(start.without_frozen(), metadata=own.metadata)
+
+
+def _of_checkpoint(path: Path, own: Model, task: str) -> Model:
+    """`own` with the values of a checkpoint, tensor by tensor: each that travels has to be there.
+
+    What stays at silos is taken where it is there; what is frozen is checked. Half precision is exact in
+    float32, other conversions are refused.
+    """
+    found = CheckpointTensors(path)
+    found.verify()
+    layout = own.layout.model
+    known = {spec.name: spec for spec in layout.tensors}
+    missing = [spec.name for spec in layout.averaged if spec.name not in found]
+    odd = sorted(found.keys() - known.keys())
+    if missing or odd:
+        what = f"lacks {missing[0]!r}" if missing else f"has {odd[0]!r}, which the model has not"
+        raise LayoutError(
+            f"{path} is no checkpoint of the model of task {task!r}: it {what}; tensors are found by the "
+            "names of the model's state_dict()"
+        )
+    local = dict(own.local)
+    for name in found:
+        spec, value = known[name], found[name]
+        exact = spec.dtype == "float32" and value.dtype in (torch.bfloat16, torch.float16)
+        if tuple(value.shape) != spec.shape or not (exact or value.dtype == DTYPES[spec.dtype]):
+            raise LayoutError(
+                f"{path}: {name!r} is {str(value.dtype).removeprefix('torch.')} {list(value.shape)}, and the "
+                f"model of task {task!r} has {spec.dtype} {list(spec.shape)}"
+            )
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise LayoutError(f"{path}: {name!r} holds NaN or infinity; start from an earlier model")
+        if spec.offset >= 0:
+            own.vector[spec.offset : spec.offset + spec.size].view(spec.shape).copy_(value)
+        elif spec.rule == "frozen":
+            layout.check_frozen({name: value.to(DTYPES[spec.dtype])})
+        elif spec.alias_of is not None:
+            _check_tied(path, name, value, spec.alias_of, found)
+        elif spec.rule == "local":
+            local[name] = value.to(DTYPES[spec.dtype])
+    return replace(own, local=local)
+
+
+def _check_tied(path: Path, name: str, value: Tensor, other: str, found: CheckpointTensors) -> None:
+    if other in found and not torch.equal(value, found[other]):
+        raise LayoutError(f"{path}: {name!r} and {other!r} are one tensor of the model, and two here")

@@ -14,14 +14,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from roundtable.cluster.parallel.meta_init import model_on_meta
-from roundtable.cluster.train.local_state import OwnTensors
-from roundtable.core.errors import LayoutError
+from roundtable.core.errors import EncodingError, LayoutError
+from roundtable.core.foundation.checkpoint_files import CheckpointTensors
 from roundtable.core.task import Task
 
 
 def pretrained_weights(path: Path, task: Task) -> Mapping[str, Tensor]:
-    """The tensors of a safetensors file; renamed and converted where transformers publishes its model so."""
-    file = OwnTensors(path)
+    """The tensors of a safetensors file, or of a folder's with an index; renamed and converted where
+    transformers publishes its model so. Each is read when it is asked for. LayoutError for no checkpoint."""
+    try:
+        file = CheckpointTensors(path)
+    except EncodingError as error:
+        raise LayoutError(f"the task's pretrained weights: {error}") from error
     library = sys.modules.get("transformers")
     if library is None:
         return file
@@ -50,7 +54,7 @@ class ConvertedWeights(Mapping[str, Tensor]):
     each tensor is made when it is asked for, of those alone that it is made of.
     """
 
-    def __init__(self, file: OwnTensors, model: Any, prefix: str) -> None:
+    def __init__(self, file: Mapping[str, Tensor], model: Any, prefix: str) -> None:
         """Raises LayoutError where the library cannot convert the file."""
         # The library is the task's; it is here where the model is one of its own.
         core_model_loading: Any = import_module("transformers.core_model_loading")

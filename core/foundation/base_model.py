@@ -14,14 +14,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from roundtable.core.errors import TaskError
+from roundtable.core.errors import EncodingError, TaskError
 from roundtable.core.extras import load
+from roundtable.core.foundation.checkpoint_files import CheckpointTensors
 from roundtable.core.foundation.four_bits import PRECISION as FOUR_BITS
 from roundtable.core.foundation.four_bits import check_four_bits, four_bits, pin_scales
 from roundtable.core.machine.process_facts import group_memory, physical_memory
@@ -101,19 +100,10 @@ class BaseModel:
     @cached_property
     def values(self) -> int:
         """How many values its weights have, by the heads of its safetensors files; 0 where there are none."""
-        index = self.folder / "model.safetensors.index.json"
         try:
-            known = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
-            files = {*known.values()} or {"model.safetensors"}
-            if any(Path(file).name != file for file in files):
-                return 0  # An index names files of the base's own folder.
-            total = 0
-            for file in sorted(files):
-                with safetensors.safe_open(self.folder / file, framework="pt") as opened:
-                    total += sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
-        except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError):
+            return sum(map(prod, CheckpointTensors(self.folder).sizes().values()))
+        except EncodingError:
             return 0  # What is wrong, loading says.
-        return total
 
     def check_memory(self, precision: str) -> None:
         """TaskError where the weights alone are more than this machine, or the group of processes, may hold;

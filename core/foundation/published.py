@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, EncodingError, TaskError
 from roundtable.core.foundation.base_model import find_base, library
+from roundtable.core.foundation.checkpoint_files import name_digests
 from roundtable.core.foundation.huggingface_task import PINNED, HuggingFaceTask, adapted, plain_name
 from roundtable.core.foundation.logits_program import check_onnx, write_program
 from roundtable.core.foundation.prefix import PROMPT
@@ -51,9 +52,15 @@ class Story:
 
 
 def publish(
-    job: JobConfig, task: HuggingFaceTask, model: Model, folder: Path, kind: Format, told: Story
+    job: JobConfig,
+    task: HuggingFaceTask,
+    model: Model,
+    folder: Path,
+    kind: Format,
+    told: Story,
+    most: int | None = None,
 ) -> None:
-    """Writes the job's model into an empty or new folder.
+    """Writes the job's model into an empty or new folder; "transformers" in files of at most `most` bytes.
 
     `model` may lack what is frozen: the task makes it, of the base that this machine has. Raises ConfigError
     for a folder that holds something or a format that does not fit, LayoutError where the base is not the
@@ -91,7 +98,7 @@ def publish(
         if kind == "peft":
             _write_adapter(trained, base, base_digest(whole.layout), task.precision, made)
         else:
-            _write_merged(trained, task, kind, made)
+            _write_merged(trained, task, kind, made, most)
         if told.statement:
             (made / STATEMENT).write_text(told.statement + "\n", encoding="utf-8")
         (made / "README.md").write_text(_card(job, task, whole, base, kind, told), encoding="utf-8")
@@ -118,7 +125,7 @@ def _write_adapter(model: Any, base: str, digest: str, precision: str, folder: P
     config.save_pretrained(folder)
 
 
-def _write_merged(model: Any, task: HuggingFaceTask, kind: Format, folder: Path) -> None:
+def _write_merged(model: Any, task: HuggingFaceTask, kind: Format, folder: Path, most: int | None) -> None:
     """In float32: in half precision merging rounds what was learnt."""
     if task.method != "full":
         model = model.float().merge_and_unload()
@@ -128,7 +135,9 @@ def _write_merged(model: Any, task: HuggingFaceTask, kind: Format, folder: Path)
     else:
         model.config.dtype = torch.float32
         model.config._name_or_path = ""
-        model.save_pretrained(folder)
+        # Without a limit as the library has it.
+        model.save_pretrained(folder, **({} if most is None else {"max_shard_size": most}))
+        name_digests(folder)
     tokenizer = task.pretrained_base.tokenizer
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(folder)

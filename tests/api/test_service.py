@@ -20,7 +20,8 @@ import torch
 import roundtable as rt
 from roundtable.child_processes import Children
 from roundtable.core import Layout, Model, model_digest, open_model, save_model
-from roundtable.core.errors import EncodingError
+from roundtable.core.errors import EncodingError, LayoutError
+from roundtable.core.foundation.checkpoint_files import write_checkpoint
 from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.demo import await_agents, free_port
 from roundtable.preparation import prepare
@@ -158,6 +159,69 @@ def test_a_job_goes_on_from_the_model_of_another(
     opened = open_model(last)
     save_model(other, replace(opened, vector=torch.full_like(opened.vector, torch.nan)))
     assert "not finite" in roundtable(*line, "--model", other).err
+
+
+def test_a_model_goes_out_as_shards_and_in_again(
+    service: Service, roundtable: Command, job: str, tmp_path: Path
+) -> None:
+    fetch = ["job", "model", job, *service.options, "-o", tmp_path / "shards"]
+    assert "name a file, or give --shard-size" in roundtable(*fetch[:-1], tmp_path).err
+    assert "is not a size of memory" in roundtable(*fetch, "--shard-size", "much").err
+    said = roundtable(*fetch, "--shard-size", "8B")
+    assert said.code == 0, said.err
+    files = sorted(path.name for path in (tmp_path / "shards").iterdir())
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert files == [*shards, "model.safetensors.index.json"]
+    assert "is there already and not empty" in roundtable(*fetch, "--shard-size", "8B").err
+    whole = tmp_path / "whole.safetensors"
+    assert roundtable(*fetch[:-1], whole).code == 0
+    assert str(rt.load_model(tmp_path / "shards")) == str(rt.load_model(whole))
+    prepared = [prepare(service.folder / "job.toml", start=start) for start in (whole, tmp_path / "shards")]
+    assert len({model_digest(each.model) for each in prepared}) == 1
+    assert f"rt.load_model({json.dumps(str(tmp_path / 'shards'))})" in said.out
+    (tmp_path / "shards" / shards[1]).write_bytes(b"damaged")
+    refused = roundtable("job", "submit", service.folder / "job.toml", *service.options, "--model", fetch[-1])
+    assert refused.code == 1
+    assert "model-00002-of-00002.safetensors is damaged" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weight": torch.ones(1, 2, dtype=torch.bfloat16)}, ""),
+        ({"weight": None}, "lacks 'weight'"),
+        ({"more": torch.zeros(1)}, "has 'more', which the model has not"),
+        ({"weight": torch.zeros(2, 1)}, r"'weight' is float32 \[2, 1\], and the model .* float32 \[1, 2\]"),
+        ({"weight": torch.zeros(1, 2, dtype=torch.float64)}, r"'weight' is float64 \[1, 2\]"),
+        ({"bias": torch.tensor([torch.nan])}, "'bias' holds NaN or infinity"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_to_start_from_has_the_models_tensors(
+    changes: dict[str, torch.Tensor | None], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "small.py").write_text(TASK)
+    (tmp_path / "job.toml").write_text(JOB)
+    whole: dict[str, torch.Tensor | None] = {"weight": torch.zeros(1, 2), "bias": torch.zeros(1), **changes}
+    write_checkpoint({name: each for name, each in whole.items() if each is not None}, tmp_path / "c", 4)
+    if not said:
+        assert prepare(tmp_path / "job.toml", start=tmp_path / "c").model.vector.tolist() == [1, 1, 0]
+        return
+    with pytest.raises(LayoutError, match=said):
+        prepare(tmp_path / "job.toml", start=tmp_path / "c")
+
+
+def test_frozen_tensors_of_a_checkpoint_are_held_to_the_tasks(tmp_path: Path) -> None:
+    (tmp_path / "framed.py").write_text(FRAMED.replace("frozen =", "torch.manual_seed(1); frozen ="))
+    (tmp_path / "job.toml").write_text(JOB.replace('"small"', '"framed.py:Framed"'))
+    own = prepare(tmp_path / "job.toml").task.model().state_dict()  # type: ignore[union-attr]
+    assert set(own) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    own["1.weight"] = torch.full((1, 2), 3.0)
+    write_checkpoint(own, tmp_path / "c", 8)
+    assert prepare(tmp_path / "job.toml", start=tmp_path / "c").model.vector[:2].tolist() == [3.0, 3.0]
+    write_checkpoint({**own, "0.bias": torch.ones(2)}, tmp_path / "d", 8)
+    with pytest.raises(LayoutError, match=r"'0\.bias' is frozen and has other values"):
+        prepare(tmp_path / "job.toml", start=tmp_path / "d")
 
 
 def test_the_same_request_is_the_same_job(service: Service, roundtable: Command, job: str) -> None:

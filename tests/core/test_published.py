@@ -16,6 +16,7 @@ from tiny_bases import POSITIONS, write_base
 
 from roundtable.core import JobConfig, initial_state
 from roundtable.core.errors import ConfigError, EncodingError, LayoutError
+from roundtable.core.foundation.checkpoint_files import CheckpointTensors
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask
 from roundtable.core.foundation.logits_program import write_program
 from roundtable.core.foundation.published import Story, load_adapter, publish
@@ -56,6 +57,24 @@ def expected_of(job: JobConfig, task: HuggingFaceTask, model: Model) -> torch.Te
     own: Any = initial_state(task, job.seed)
     model.layout.load(own, model.vector)
     return logits_of(own)
+
+
+def test_a_whole_model_is_written_as_shards_with_their_digests(bases: Path, tmp_path: Path) -> None:
+    import transformers
+
+    job, task, model = trained(bases / "llama")
+    publish(job, task, model, tmp_path / "whole", "transformers", STORY)
+    publish(job, task, model, tmp_path / "shards", "transformers", STORY, 20_000)
+    shards, whole = CheckpointTensors(tmp_path / "shards"), CheckpointTensors(tmp_path / "whole")
+    assert len(shards.files) > 2
+    assert shards.keys() == whole.keys()
+    assert all(torch.equal(value, shards[name]) for name, value in whole.items())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
+    torch.testing.assert_close(logits_of(loaded), expected_of(job, task, model), rtol=1e-4, atol=1e-5)
+    shards.verify()
+    (tmp_path / "shards" / shards.files[1]).write_bytes(b"")
+    with pytest.raises(EncodingError, match="is damaged"):
+        shards.verify()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -14,6 +14,7 @@ from roundtable.cli.jobs.chosen_model import model_of
 from roundtable.cli.shared.options import connect, connection_options, json_option, require_connection
 from roundtable.cli.shared.output import interruptible, print_json, say, working
 from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.quantities import parse_size
 
 if TYPE_CHECKING:
     from roundtable.cli.jobs.chosen_model import ChosenModel
@@ -23,6 +24,18 @@ if TYPE_CHECKING:
 
 _PSEUDONYM = re.compile("[0-9a-f]{8,64}")
 _FOLDER = click.Path(path_type=Path, file_okay=False)
+shard_size_option = click.option(
+    "--shard-size",
+    help='Write files of at most this size, such as "2GB", with an index, as Hugging Face\'s libraries do.',
+)
+
+
+def size_of_shards(text: str | None) -> int | None:
+    """Bytes, or None for one file."""
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as error:
+        raise click.UsageError(f"--shard-size: {error}") from error
 
 
 @click.command("export")
@@ -43,6 +56,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     default=Path("."),
     help="Folder of the task's code; default: this one.",
 )
+@shard_size_option
 @click.option("--best", is_flag=True, help="The best model by [stop] metric.")
 @click.option("--last", is_flag=True, help="The newest model.")
 @click.option("--round", "number", type=click.IntRange(0), help="The model of this round, if it is kept.")
@@ -53,6 +67,7 @@ def export(
     kind: Format,
     output: Path,
     tasks: Path,
+    shard_size: str | None,
     best: bool,
     last: bool,
     number: int | None,
@@ -72,6 +87,11 @@ def export(
 
     if best + last + (number is not None) > 1:
         raise click.UsageError("--best, --last and --round name different models: choose one")
+    if shard_size is not None and kind != "transformers":
+        raise click.UsageError(
+            f"--shard-size with --format {kind}: only --format transformers writes a model as many files"
+        )
+    most = size_of_shards(shard_size)
     run = Path(target)
     with interruptible("Nothing was written."), working(f"exporting {target}"):
         if (run / "job.json").is_file() and (run / "model.safetensors").is_file():
@@ -91,7 +111,7 @@ def export(
                 f"task {job.task.name!r} is no rt.HuggingFaceTask, so that nobody knows which files its "
                 "model would be: `roundtable job model` fetches it as safetensors"
             )
-        publish(job, task, model, output, kind, told)
+        publish(job, task, model, output, kind, told, most)
     files = sorted(file.name for file in output.iterdir())
     if as_json:
         print_json({"folder": str(output), "format": kind, "round": told.round, "files": files})

@@ -12,7 +12,7 @@ import click
 
 from roundtable.cli.jobs.chosen_model import model_of
 from roundtable.cli.jobs.diagnose import diagnose
-from roundtable.cli.jobs.export import export
+from roundtable.cli.jobs.export import export, shard_size_option, size_of_shards
 from roundtable.cli.jobs.job_log import job_log
 from roundtable.cli.jobs.job_privacy import job_privacy
 from roundtable.cli.jobs.job_record import record
@@ -39,10 +39,11 @@ from roundtable.cli.shared.output import (
     working,
 )
 from roundtable.cli.shared.rounds import throughput_of
-from roundtable.core.errors import ConfigError
+from roundtable.core.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
     from roundtable.core.config import JobConfig
+    from roundtable.core.models import Model
     from roundtable.operator import OperatorClient
     from roundtable.proto.operator_pb2 import Job
 
@@ -203,7 +204,13 @@ def resume(name: str, coordinator: str | None, credentials: Path | None, as_json
 
 @job.command("model")
 @click.argument("name", metavar="JOB")
-@click.option("-o", "--output", type=_FILE, help="Where to write it; default: NAME.safetensors.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Where to write it; default: NAME.safetensors. With --shard-size a folder, empty or new.",
+)
+@shard_size_option
 @click.option(
     "--best", is_flag=True, help="The best model by [stop] metric: the default where [keep] best is set."
 )
@@ -222,6 +229,7 @@ def resume(name: str, coordinator: str | None, credentials: Path | None, as_json
 def model(
     name: str,
     output: Path | None,
+    shard_size: str | None,
     best: bool,
     last: bool,
     number: int | None,
@@ -236,11 +244,17 @@ def model(
     """
     if best + last + (number is not None) > 1:
         raise click.UsageError("--best, --last and --round name different models: choose one")
+    most = size_of_shards(shard_size)
     with connect(coordinator, credentials) as operator:
         detail = operator.job(name)
         submitted = detail.job
         chosen = model_of(detail, best=best, last=last, number=number)
         path = output or _file_named(submitted.name)
+        shards = None if most is None else _empty_folder(path if output else path.with_suffix(""))
+        if shards is not None:
+            path = shards / f".{chosen.digest}.safetensors"
+        elif path.is_dir():
+            raise click.UsageError(f"{path} is a folder: name a file, or give --shard-size for many in it")
         hint = "What has arrived is kept; the same command goes on from there."
         with interruptible(hint):
             operator.get_artifact(chosen.digest, chosen.size, path)
@@ -250,9 +264,12 @@ def model(
     job = job_from_json(detail.job_config)
     if folder is not None:
         _fill(path, job, folder)
-    fetched = open_model(path)
+    fetched, size = open_model(path), path.stat().st_size
+    if shards is not None and most is not None:
+        _cut(path, fetched, shards, most)
+        path = shards
     if as_json:
-        values = {"path": str(path), "digest": chosen.digest, "size": path.stat().st_size}
+        values = {"path": str(path), "digest": chosen.digest, "size": size}
         print_json({**values, "round": chosen.round, "best": chosen.best, "lacking": fetched.lacking})
         return
     which = ", the best so far" if chosen.best else ""
@@ -279,6 +296,24 @@ def _fill(path: Path, job: JobConfig, folder: Path) -> None:
 
     task = load_task(job.task.name, folder, parameters=job.task.parameters, trains=False)
     save_model(path, whole_model(job, task, open_model(path)))
+
+
+def _empty_folder(folder: Path) -> Path:
+    """A folder that holds nothing but what an earlier call of the same command has left hidden."""
+    if folder.is_file() or (folder.is_dir() and any(not f.name.startswith(".") for f in folder.iterdir())):
+        raise ConfigError(f"{folder} is there already and not empty: name another folder")
+    return folder
+
+
+def _cut(path: Path, fetched: Model, folder: Path, most: int) -> None:
+    """Writes the model in the file as files of at most so many bytes, and deletes that one."""
+    from roundtable.core.foundation.checkpoint_files import write_checkpoint
+
+    try:
+        write_checkpoint(fetched.state_dict(), folder, most)
+        path.unlink()
+    except OSError as error:
+        raise ResourceError(f"{error.filename or folder} cannot be written: {error.strerror}") from error
 
 
 def _file_named(job: str) -> Path:

@@ -35,8 +35,9 @@ _ABSENT = "nothing"
 @click.option(
     "--model",
     "start",
-    type=_FILE,
-    help="Start from this artifact, such as another job's model; default: the task's own weights.",
+    type=click.Path(path_type=Path),
+    help="Start from another job's model, or from the folder of a checkpoint in safetensors; default: the "
+    "task's own weights.",
 )
 @click.option("--watch", is_flag=True, help="Show the job's progress until it ends.")
 @click.option("--request-id", help="The same one twice gives the same job: for scripts that retry.")
