@@ -23,7 +23,6 @@ from roundtable.core.privacy_table import ExampleLevel, NoPrivacy
 from roundtable.core.task import AnyTask, load_task
 from roundtable.core.tensor_spec import DTYPES
 from roundtable.core.toml import with_place
-from roundtable.engine.validation.buffered_composition import why_not_served
 from roundtable.engine.validation.down_composition import check_down_layout
 from roundtable.engine.validation.feasibility import check_rule
 from roundtable.engine.validation.kept_composition import check_kept_layout
@@ -98,8 +97,6 @@ def _not_simulated(job: JobConfig) -> str | None:
 
 def _not_submitted(job: JobConfig) -> str | None:
     """A warning where the file names what no coordinator has: code beside it, test data of the server."""
-    if why := why_not_served(job):
-        return f"It can only be simulated: {why}."
     named = [
         job.aggregation.rule,
         *(str(step.get("name")) for step in job.aggregation.pre),

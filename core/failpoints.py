@@ -46,6 +46,7 @@ AGENT_POINTS = {
     "upload_part": "the first chunk of the update was handed to the network",
     "receipt_here": "the coordinator's receipt is here; the update is still in the spool",
     "evaluated": "the model is evaluated; the answer was not sent",
+    "update_kept": "an update that a group is to mask is durable; the coordinator does not know of it",
     "masked": "a masked update is written; the keys that made it are not kept yet",
     "keys_kept": "a masked update and its sealed keys are durable; nothing of it was sent",
 }

@@ -253,7 +253,7 @@ class RoundEngine:
             self._phases.follow(self._policy.client_joined(name, now), now)
 
     def _on_work_started(self, event: m.WorkStarted, now: float) -> None:
-        if self._context.works_on(event.client, event.step):
+        if self._context.works_on(event.client, event.step) and event.client not in self.state.ready:
             self._context.mark(event.client, event.state, now)
             if self._context.stands_in_line(event.client, event.step, event.state == "queued", now):
                 self._phases.work_began(event.step, now)

@@ -629,8 +629,13 @@ class Accepted(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
     SETUP_FIELD_NUMBER: builtins.int
+    PREPARED_FIELD_NUMBER: builtins.int
     queued: builtins.bool
     """Work has not begun: the step stands in line behind others at the silo. Said again without it at its turn."""
+    prepared: builtins.bool
+    """Of a step with the phase "prepare": the update is finished, and durable at the silo until a group is asked to mask
+    it or the step is withdrawn. Said again whenever the step is asked for again.
+    """
     @property
     def step(self) -> roundtable.proto.common_pb2.Step: ...
     @property
@@ -643,9 +648,10 @@ class Accepted(google.protobuf.message.Message):
         step: roundtable.proto.common_pb2.Step | None = ...,
         queued: builtins.bool = ...,
         setup: global___Setup | None = ...,
+        prepared: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["setup", b"setup", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["queued", b"queued", "setup", b"setup", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["prepared", b"prepared", "queued", b"queued", "setup", b"setup", "step", b"step"]) -> None: ...
 
 global___Accepted = Accepted
 
@@ -1026,6 +1032,7 @@ class Train(google.protobuf.message.Message):
     IDENTITIES_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     ENCODING_FIELD_NUMBER: builtins.int
+    PREPARED_FIELD_NUMBER: builtins.int
     layout: builtins.str
     """BLAKE3 of the layout that the update must have."""
     steps: builtins.int
@@ -1040,6 +1047,12 @@ class Train(google.protobuf.message.Message):
     def identities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """For a job with secure aggregation: the identity certificates (PEM) of all silos of the attempt."""
 
+    @property
+    def prepared(self) -> roundtable.proto.common_pb2.Step:
+        """Nothing is trained: the update that this step (phase "prepare") left at the silo is masked. It was trained from
+        `model`, or is refused.
+        """
+
     def __init__(
         self,
         *,
@@ -1048,9 +1061,10 @@ class Train(google.protobuf.message.Message):
         identities: collections.abc.Iterable[builtins.bytes] | None = ...,
         steps: builtins.int = ...,
         encoding: builtins.str = ...,
+        prepared: roundtable.proto.common_pb2.Step | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["model", b"model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["encoding", b"encoding", "identities", b"identities", "layout", b"layout", "model", b"model", "steps", b"steps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["model", b"model", "prepared", b"prepared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["encoding", b"encoding", "identities", b"identities", "layout", b"layout", "model", b"model", "prepared", b"prepared", "steps", b"steps"]) -> None: ...
 
 global___Train = Train
 

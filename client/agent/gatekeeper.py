@@ -27,6 +27,7 @@ from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
 from roundtable.client.policy.privacy_rules import objections_to_sum
 from roundtable.client.policy.region_models import RegionWord, check_region, is_within
 from roundtable.client.policy.rules import Metrics
+from roundtable.client.prepared_updates import PREPARE, objection_to_phase
 from roundtable.client.sharing.line_sharing import LineSharing
 from roundtable.client.sharing.silo_report import RecentLines
 from roundtable.client.step_key import StepKey
@@ -373,12 +374,11 @@ class Gatekeeper:
         reasons = []
         if not 1 <= step.round <= job.rounds:
             reasons.append(f"round {step.round} is none of the job's, which has {job.rounds}")
-        work = instruction.work.kind
-        if work != step.phase:
-            reasons.append(f"the step's phase is {step.phase!r}, and its work {work!r}")
-        if work == "evaluate":
+        if wrong := objection_to_phase(step.phase, instruction.work, job):
+            reasons.append(wrong)
+        if instruction.work.kind == "evaluate":
             reasons += self.rules.to_evaluation(job, step.round)
-        first = step.phase == _TRAIN and step.round == 1 and known.initial_model
+        first = step.phase in (_TRAIN, PREPARE) and step.round == 1 and known.initial_model
         if first and _model(instruction) != known.initial_model:
             reasons.append("round 1 begins with another model than the one that the submitter signed")
         return reasons

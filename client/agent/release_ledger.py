@@ -102,6 +102,10 @@ class ReleaseLedger:
         """Whether an update of this round may have left masked: another attempt may cost nothing more."""
         return any(each.round == round for each in self._jobs.get(job, _Job()).masked.values())
 
+    def has_unmasked(self, job: str, round: int) -> bool:
+        """Whether the silo has helped to unmask a sum of this round, or was about to."""
+        return round in self._jobs.get(job, _Job()).unmasked
+
     def begin(self, step: StepKey) -> None:
         """The silo is about to advertise keys; ProtocolError for a number at or below the last."""
         with self._lock:

@@ -35,6 +35,7 @@ from roundtable.client.durable_files import explained
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.health import HealthChecks
+from roundtable.client.prepared_updates import PREPARE, PreparedUpdates
 from roundtable.client.step_key import StepKey, about
 from roundtable.client.trainer import Trainer
 from roundtable.core.errors import (
@@ -68,6 +69,7 @@ class StepHandler:
         self._spool = spool
         ledger = ReleaseLedger(config.state / LEDGER, config.policy.rounds)
         self._secure = SecureAttempts(config, observer.silo, ledger)
+        self._prepared = PreparedUpdates(config.state / "prepared")
         self.gate = Gatekeeper(config, observer.silo)
         self.health = HealthChecks(config.health, observer.silo)
         self._working: dict[StepKey, asyncio.Task[None]] = {}
@@ -89,6 +91,7 @@ class StepHandler:
             trainer=trainer,
             models=models,
             spool=spool,
+            prepared=self._prepared,
         )
         self._asked: dict[StepKey, tuple[StepInstruction, float]] = {}
         self._in_line: dict[StepKey, tuple[float, float]] = {}
@@ -113,6 +116,8 @@ class StepHandler:
     def recover(self) -> None:
         """Delivers what an earlier process of the agent finished."""
         self._secure.recover()
+        for step in self._prepared.recover():
+            _log.info("%s: trained earlier, and kept until a group masks it", step)
         for finished in self._spool.recover():
             _log.info("%s: finished earlier, to be delivered", finished.step)
             self._start_delivery(finished, fresh=False)
@@ -178,7 +183,7 @@ class StepHandler:
             _log.info("%s: given up for a newer step", other, extra=about(other))
             self._working[other].cancel()
             self._asked.pop(other, None)
-        if instruction.work.kind == "train":
+        if instruction.work.kind == "train" and step.phase != PREPARE:
             self._asked[step] = (instruction, time.monotonic() + instruction.seconds)
         withdrawn = [task for group in (self._working, self._delivering) if (task := group.get(step))]
         self._spawn(self._working, step, self._work(step, instruction, withdrawn))
@@ -203,16 +208,22 @@ class StepHandler:
             # One that ended before is none that this process has worked for: a script waits for the next.
             self._trainer.release(job)
         self._secure.forget_job(job)
+        self._prepared.forget_job(job)
 
     def _drop(self, step: StepKey) -> None:
-        """Stops work and delivery; the spool is cleared once nothing writes into it any more."""
+        """Stops work and delivery; what it has written is erased once nothing writes there any more."""
         self._asked.pop(step, None)
+        self._prepared.remove(step)
         for task in (self._working.get(step), self._delivering.get(step)):
             if task is not None:
-                task.add_done_callback(lambda _: self._spool.remove(step))
+                task.add_done_callback(lambda _: self._erase(step))
                 task.cancel()
         if finished := self._sending.pop(step, None):
             self._spawn(self._asking, step, self._ask(finished))
+
+    def _erase(self, step: StepKey) -> None:
+        self._spool.remove(step)
+        self._prepared.remove(step)
 
     async def _ask(self, finished: Finished) -> None:
         """Fetches the receipt of an update that may have arrived, though its acknowledgement did not."""
@@ -241,6 +252,8 @@ class StepHandler:
                 answer = await self._worker.do(step, instruction, lambda: len(self._working), in_line)
                 if isinstance(answer, Finished):
                     self._start_delivery(answer, fresh=True)
+                elif step.phase == PREPARE:
+                    self._link.send(answer)  # Asked again, what is kept decides, also after a restart.
                 else:
                     self._remember(step, answer)
         except TimeoutError:

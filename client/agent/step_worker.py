@@ -3,6 +3,7 @@
 asked → model here → trained, and masked where the job says so → an update to deliver
                    ↘ measured before, for the round's secure sum ↗
                    ↘ evaluated → a message
+                   ↘ trained, and kept → a message; asked again → masked → an update to deliver
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from roundtable.client.agent.secure_attempts import (
 from roundtable.client.agent.spool import Finished, Spool
 from roundtable.client.agent.step_reports import StepReporter
 from roundtable.client.door import outgoing
-from roundtable.client.door.incoming import ExchangeWork, StepInstruction
+from roundtable.client.door.incoming import ExchangeWork, ModelWork, StepInstruction
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.model_route import ModelRoute
 from roundtable.client.policy.health import HealthChecks
+from roundtable.client.prepared_updates import PREPARE, PreparedUpdate, PreparedUpdates
 from roundtable.client.step_key import StepKey, about
 from roundtable.client.trainer import Figures, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
@@ -62,6 +64,7 @@ class StepWorker:
         trainer: Trainer,
         models: ModelCache,
         spool: Spool,
+        prepared: PreparedUpdates,
     ) -> None:
         self._gate = gate
         self._ledger = ledger
@@ -74,6 +77,7 @@ class StepWorker:
         self._trainer = trainer
         self._models = models
         self._spool = spool
+        self._prepared = prepared
         self._arrivals: dict[str, ModelArrival] = {}
 
     async def do(
@@ -83,7 +87,8 @@ class StepWorker:
         working: Callable[[], int],
         in_line: Callable[[bool], None],
     ) -> Finished | outgoing.FromAgent:
-        """The update that is to be delivered, or the message that answers an evaluation.
+        """The update that is to be delivered, or the message that answers an evaluation or tells of a kept
+        update.
 
         `working` tells how many steps are worked on now; `in_line` hears whether this one waits for others.
         Raises RoundtableError or OSError for what fails.
@@ -92,9 +97,13 @@ class StepWorker:
         asked = instruction.work
         steps = steps_of_instruction(instruction, job)
         task = self._gate.admit(step, instruction, job)
+        if step.phase == PREPARE and self._prepared.find(step) is not None:
+            return outgoing.prepared(step)
+        assert not isinstance(asked, ExchangeWork), "exchanges are answered at once"
+        if asked.prepared is not None:
+            return await self._mask_kept(step, instruction.config, job, asked, asked.prepared)
         if reason := await self._health.before(step.job, job.task.name):
             raise WorkFailed("node_failure", f"the silo is not ready: {reason}")
-        assert not isinstance(asked, ExchangeWork), "exchanges are answered at once"
         arriving = partial(self._reporter.transferred, step, "downloading")
         route = ModelRoute.of(job.transfer.down, instruction.hops)
         model = await self._models.obtain(self._link, asked.model, arriving, working, route)
@@ -116,6 +125,8 @@ class StepWorker:
             set_up=partial(self._reporter.set_up, step),
             in_line=in_line,
         )
+        if step.phase == PREPARE:
+            return await self._prepare(work, asked.model.digest)
         if asked.kind == "train" and is_secure(job):
             layout, values = await asyncio.to_thread(model_values, model)
             columns = values_masked(job, layout, step.round)
@@ -152,10 +163,79 @@ class StepWorker:
         loss = self._gate.summed(trained.metrics)
         digest, size = await asyncio.to_thread(attempt.mask, plain, masked, trained, loss, before)
         plain.unlink()
+        return await self._masked(step, work.layout, attempt, digest, size)
+
+    async def _masked(
+        self, step: StepKey, layout: str, attempt: MaskingAttempt, digest: str, size: int
+    ) -> Finished:
+        """A masked vector that is written, once a restart can go on with it."""
         await asyncio.to_thread(self._secure.keep, step)
         proof = attempt.client.masked().hex()
         arrival = self._arrivals.pop(step.job, ModelArrival())
-        return Finished(step, digest, size, work.layout, encoding=MASKED, announcement=proof, arrival=arrival)
+        return Finished(step, digest, size, layout, encoding=MASKED, announcement=proof, arrival=arrival)
+
+    async def _prepare(self, work: StepWork, model: str) -> outgoing.FromAgent:
+        """Trains, and keeps the update until a group is asked to mask it, or the step is withdrawn."""
+        step, plain = work.step, self._spool.plain_of(work.step)
+        self._prepared.forget_job(step.job)
+        layout, values = await asyncio.to_thread(model_values, work.model)
+        columns = values_masked(work.job, layout, step.round)
+        trained = await self._trained(replace(work, output=plain))
+        kept = PreparedUpdate(
+            step,
+            model,
+            values,
+            work.layout,
+            columns,
+            trained.digest,
+            trained.size,
+            trained.examples,
+            trained.metrics.get("loss"),
+        )
+        await asyncio.to_thread(self._prepared.keep, plain, kept)
+        failpoint("update_kept", step.round, step.phase)
+        self._observer.ended(step, "done")
+        return outgoing.prepared(step)
+
+    async def _mask_kept(
+        self, step: StepKey, config: str, job: JobConfig, asked: ModelWork, prepared: StepKey
+    ) -> Finished:
+        """Masks the update that a step has left, among a group that trained from the same model.
+
+        The subject of the masks is the model that it was trained from here, whatever the coordinator says:
+        with silos that trained from another one no sum is made. WorkFailed where the coordinator names
+        another model, and where the silo has helped to unmask a sum with this update, or has it no longer.
+        """
+        kept = self._prepared.find(prepared)
+        if kept is None:
+            raise WorkFailed(
+                "node_failure",
+                f"the finished update of {prepared} is no longer at this silo: another one has taken its "
+                "place, or its file is lost; the silo can be asked to train again",
+            )
+        if asked.model.digest != kept.model:
+            raise WorkFailed(
+                "refused",
+                f"the update of {prepared} was trained from model {kept.model[:12]}, and is to be masked as "
+                f"one of {asked.model.digest[:12]}: a sum is over updates of one model",
+            )
+        if spent := [each for each in kept.masked_in if self._ledger.has_unmasked(step.job, each)]:
+            raise WorkFailed(
+                "refused",
+                f"the update of {prepared} is in the sum of round {spent[0]}, which this silo has helped to "
+                "unmask: a finished update is in one sum, and no other group masks it",
+            )
+        subject = subject_of(config, kept.model)
+        attempt = self._secure.begin(step, job, kept.columns, kept.values, asked.identities, subject)
+        self.advertise(step)
+        await attempt.ready()
+        plain, out = self._prepared.plain_of(prepared), self._spool.bytes_of(step)
+        trained = TrainedUpdate(kept.digest, kept.size, kept.examples, {})
+        loss = self._gate.summed({"loss": kept.loss} if kept.loss is not None else {})
+        await asyncio.to_thread(self._prepared.masks, kept, step.round)
+        digest, size = await asyncio.to_thread(attempt.mask, plain, out, trained, loss, {})
+        finished = await self._masked(step, kept.layout, attempt, digest, size)
+        return replace(finished, model=kept.model)
 
     async def _measured(self, work: StepWork, bounds: Mapping[str, float]) -> Metrics:
         """What the model that the round begins with gives, for the round's sum; nothing of it is reported."""

@@ -83,7 +83,8 @@ class Challenge:
 @dataclass(frozen=True)
 class ModelWork:
     """Training from a model, or evaluating it; `identities` certify the peers in secure aggregation, `steps`
-    are those to take, where the job leaves them to the coordinator, as it may the update's `encoding`."""
+    are those to take, where the job leaves them to the coordinator, as it may the update's `encoding`.
+    `prepared`: nothing is trained, the update that this step has left is masked."""
 
     kind: Literal["train", "evaluate"]
     model: ArtifactName
@@ -91,6 +92,7 @@ class ModelWork:
     identities: tuple[bytes, ...] = ()
     steps: int | None = None
     encoding: str = ""
+    prepared: StepKey | None = None
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,7 @@ def _instruction(message: agent_pb2.ToAgent) -> StepInstruction:
                 identities,
                 bounds.within(asked.train.steps, 0, _MOST_STEPS, "the steps to take") or None,
                 bounds.text(asked.train.encoding, _CHAIN_CHARACTERS, "the encoding of an update"),
+                _prepared(asked.train.prepared, step) if asked.train.HasField("prepared") else None,
             )
         case "evaluate":
             work = ModelWork("evaluate", artifact_of(asked.evaluate.model), _layout(asked.evaluate.layout))
@@ -329,6 +332,13 @@ def _counted(message: common_pb2.Step, step: StepKey) -> StepKey:
     if (counted.job, counted.phase) != (step.job, "train") or counted.round > latest:
         raise ProtocolError(f"an instruction for {step} says that {counted} is in its model")
     return counted
+
+
+def _prepared(message: common_pb2.Step, step: StepKey) -> StepKey:
+    prepared = step_of(message)
+    if (prepared.job, prepared.phase) != (step.job, "prepare") or prepared[:3] > step[:3]:
+        raise ProtocolError(f"an instruction for {step} asks for the update of {prepared} to be masked")
+    return prepared
 
 
 def _withdrawal(message: agent_pb2.ToAgent) -> Withdrawal:

@@ -149,6 +149,11 @@ def accepted(step: StepKey, queued: bool = False, setup: TrainingSetup | None = 
     return FromAgent(accepted=agent_pb2.Accepted(step=_step(step), queued=queued, setup=told))
 
 
+def prepared(step: StepKey) -> FromAgent:
+    """The step's update is finished, and is kept here until a group is asked to mask it."""
+    return FromAgent(accepted=agent_pb2.Accepted(step=_step(step), prepared=True))
+
+
 def progress(step: StepKey, activity: str, told: Told[ProgressFigures]) -> FromAgent:
     """How far local work is."""
     seen = told.value

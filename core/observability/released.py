@@ -311,8 +311,8 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "RegionModel": _of(Tells.NOISY, "start rounds time signature"),
     "Train": {
         "model": Tells.NOISY,
-        # The silo's own encoding is chosen by what it has told.
-        **_of(Tells.PUBLIC, "layout encoding"),
+        # The silo's own encoding is chosen by what it has told; what it is to mask is a step of its own.
+        **_of(Tells.PUBLIC, "layout encoding prepared"),
         "identities": Tells.COHORT,
         "steps": Tells.COHORT,
     },
@@ -347,7 +347,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "SiloReport": _of(Tells.PUBLIC, "request status reason report"),
     "Heartbeat": {"state": Tells.PUBLIC},
     # Of the silo's machines and the job's model.
-    "Accepted": _of(Tells.PUBLIC, "step queued setup"),
+    "Accepted": _of(Tells.PUBLIC, "step queued setup prepared"),
     "Setup": _of(Tells.PUBLIC, "machines ranks device memory plan degrees"),
     "Progress": {**_of(Tells.PUBLIC, "step activity"), **_of(Tells.SILO, "done total loss figures")},
     # Sentences of the agent: no message of a task's exception, no figure of an account.

@@ -40,16 +40,6 @@ def check_buffered(job: JobConfig) -> None:
         )
 
 
-def why_not_served(job: JobConfig) -> str:
-    """Why no coordinator takes the job, which can be simulated; "" where one does."""
-    if job.round.mode != "buffered" or masking_of(job.privacy) is None:
-        return ""
-    return (
-        'round.mode = "buffered" with secure aggregation: agents of silos do not keep finished updates for a '
-        "group; choose one of the two, or simulate it"
-    )
-
-
 def _check_masks(job: JobConfig, mode: str) -> None:
     """Under masks a buffer is one cohort of silos that trained from one model, perhaps an older one."""
     masking = masking_of(job.privacy)

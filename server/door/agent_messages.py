@@ -65,16 +65,19 @@ class Beat:
 class Begun:
     """The instruction was understood and work has begun; `queued`: it stands in line behind other steps.
 
-    `setup` is what it is trained on, where the silo says so.
+    `setup` is what it is trained on, where the silo says so. `prepared`: it is done, and its update is kept.
     """
 
     at: JobStep
     queued: bool = False
     setup: TrainingSetup | None = None
+    prepared: bool = False
 
-    def event(self, site: str) -> m.WorkStarted:
+    def event(self, site: str) -> m.WorkStarted | m.UpdateReady:
         """As the engine hears of it from this silo."""
         step = self.at.step
+        if self.prepared:
+            return m.UpdateReady(site, step)
         return m.WorkStarted(
             site,
             step,

@@ -255,7 +255,7 @@ def _drained(message: agent_pb2.Maintenance) -> str:
 
 def _begun(message: agent_pb2.Accepted) -> Begun:
     setup = _setup(message.setup) if message.HasField("setup") else None
-    return Begun(step_of(message.step), message.queued, setup)
+    return Begun(step_of(message.step), message.queued, setup, message.prepared)
 
 
 def _setup(message: agent_pb2.Setup) -> TrainingSetup:

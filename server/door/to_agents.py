@@ -86,6 +86,7 @@ def instruction(
                 identities=identities,
                 steps=action.steps or 0,
                 encoding=action.encoding,
+                prepared=_step(job, m.Step(*action.prepared, m.PREPARE)) if action.prepared else None,
             )
         )
     return ToAgent(instruction=message)

@@ -17,7 +17,6 @@ from roundtable.core.observability.link_estimate import LinkEstimate
 from roundtable.core.privacy_table import NoPrivacy, masking_of, privacy_from
 from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
-from roundtable.engine.validation.buffered_composition import why_not_served
 from roundtable.engine.validation.down_composition import check_down_layout
 from roundtable.engine.validation.kept_composition import check_kept_layout
 from roundtable.engine.validation.transfer_composition import check_cohort_is_all
@@ -82,12 +81,7 @@ def parse_job(text: str) -> JobConfig:
 
 
 def plan_of(job: JobConfig, layout: Layout, population: int, spent: Sequence[Total] = ()) -> Plan:
-    """The job's plan over a population of so many silos that bear what is `spent`.
-
-    Raises ConfigError for what a coordinator does not offer.
-    """
-    if why := why_not_served(job):
-        raise ConfigError(why, key=("round", "mode"))
+    """The job's plan over a population of so many silos that bear what is `spent`."""
     slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
     plan = make_plan(job, population, slices, worst_charges(job.privacy, spent)).over(layout)
     check_down_layout(job, layout)

@@ -211,8 +211,8 @@ class JobRunner:
     async def run(self) -> None:
         """Takes events until the job has ended, beginning with what was outstanding after a restart."""
         belongs_to(self.where)
-        if self._engine.state.attempt is not None:
-            self.collection.take_up(self._engine.state.attempt.step)
+        if (attempt := self._engine.state.attempt) and (attempt.awaited or attempt.phase != m.TRAIN):
+            self.collection.take_up(attempt.step)
         batch = PendingTransition()
         self._collect(self._engine.outstanding(self._services.clock()), batch)
         await self._finish(batch)

@@ -63,9 +63,9 @@ class StepInstructions:
 
     def heard(self, session: AgentSession, message: AgentMessage, *, told: bool) -> None:
         """Keeps what the silo trains on, and takes the first word that an instruction has come as a round
-        trip, where cohorts are `told`.
+        trip, where cohorts are `told`. Of a silo behind a relay nothing is known by that.
 
-        Of a silo behind a relay nothing is known by that.
+        Who keeps a finished update has done what it was asked: it may leave, and come back.
         """
         client = session.name
         if not isinstance(message, Begun) or self.step_of(client) != message.at.step:
@@ -76,6 +76,9 @@ class StepInstructions:
         asked = self._asked.pop(client, None)
         if asked is not None and told and "relay" not in session.client.metadata:
             self._services.links.answered(client, time.monotonic() - asked)
+        if message.prepared:
+            self._in_force.pop(client, None)
+            self._progress.pop(client, None)
 
     def withdraw(self, action: m.Withdraw) -> None:
         """Tells the agent that its instruction no longer holds."""

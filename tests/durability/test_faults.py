@@ -40,7 +40,7 @@ PLACES = {
     "evaluated": ("2/evaluate",),
 }
 # Of secure aggregation: the attempt in which round 1 is then committed.
-SECURE = {"masked": 2, "keys_kept": 2, "update_described": 1}
+SECURE = {"masked": 2, "keys_kept": 2, "update_described": 1, "update_kept": 1}
 FAST = ("2/commit/transition_stored", "2/train/update_described")
 
 
@@ -101,14 +101,17 @@ def test_an_agent_is_killed(federation: Federation, undisturbed: Any, place: str
 @pytest.mark.slow
 @pytest.mark.parametrize("point", SECURE)
 def test_an_agent_is_killed_while_it_masks(federation: Federation, undisturbed: Any, point: str) -> None:
-    """Until its update is in the spool the attempt is begun afresh with new keys; then it goes on."""
+    """Until its update is in the spool the attempt is begun afresh with new keys; then it goes on. An update
+    that is kept for a group is masked after the restart."""
     if "hub" not in federation.processes:
         federation.coordinator()
     if VICTIM in federation.processes:
         federation.kill(VICTIM)
-    federation.agent(VICTIM, f"1/train/{point}")
+    kept = point == "update_kept"
+    federation.agent(VICTIM, f"1/{'prepare' if kept else 'train'}/{point}")
+    rounds = {"round": {"mode": "buffered", "buffer": len(SILOS)}} if kept else {}
     privacy = {"level": "none", "secure_aggregation": True, "clip_norm": 10.0}
-    wanted = federation.job(rounds=2, evaluation={"every": 0}, privacy=privacy)
+    wanted = federation.job(rounds=2, evaluation={"every": 0}, privacy=privacy, **rounds)
     job = federation.submit(wanted, f"secure {point}")
     assert federation.died(VICTIM) == -signal.SIGKILL
     federation.agent(VICTIM)

@@ -21,9 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from secure_federation import Federation, GivenTrainer, unit
 
 from roundtable.client.agent import secure_attempts as secure
+from roundtable.client.agent import step_worker
 from roundtable.client.agent.agent import Agent
 from roundtable.privacy.secagg.framing import Kind, unseal
 
@@ -34,6 +36,42 @@ from pathlib import Path
 from roundtable.server import load_server_config, run_server
 sys.exit(run_server(load_server_config(Path(sys.argv[1]))))
 """
+
+
+class Deaf:
+    """Keeps messages of one kind from one silo, in one round or all; `heard` is set when one has come."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.silo, self.kind, self.round, self.heard = "", Kind.EVIDENCE, 0, asyncio.Event()
+        self.gives_up = False
+        handle, advertise = secure.SecureAttempts.handle, step_worker.StepWorker.advertise
+
+        def told(attempts: Any, step: Any, message: bytes) -> bytes | None:
+            here = self.round in (0, step.round) and attempts._name == self.silo
+            if here and unseal(message).kind is self.kind:
+                self.heard.set()
+                return self._give_up(attempts, step) if self.gives_up else None
+            return handle(attempts, step, message)
+
+        def first(own: Any, step: Any) -> None:
+            if own._observer.silo == self.silo and self.kind is Kind.ADVERTISE:
+                self.heard.set()
+            else:
+                advertise(own, step)
+
+        monkeypatch.setattr(secure.SecureAttempts, "handle", told)
+        monkeypatch.setattr(step_worker.StepWorker, "advertise", first)
+
+    @staticmethod
+    def _give_up(attempts: Any, step: Any) -> bytes:
+        """Instead of its share the silo says why it has none."""
+        client = attempts.find(step).client
+        attempts.forget(step)
+        return bytes(client.abort("its disk broke"))
+
+    def keep(self, silo: str, kind: Kind, round: int = 0) -> None:
+        self.silo, self.kind, self.round = silo, kind, round
+        self.heard.clear()
 
 
 def free_port() -> int:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from secure_federation import QUIET, SECURE, Federation
 
@@ -133,3 +134,17 @@ async def test_who_dies_once_the_sum_has_left_is_in_it(tmp_path: Path) -> None:
         assert summed(federation) == [("taken", ["birch", "cedar", "west"])]
         assert torch.equal(made, torch.stack([whole(place, 1) for place in range(4)]).mean(0))
         assert rounds[0]["contributors"] == sorted(SILOS)
+
+
+@pytest.mark.slow
+async def test_groups_of_buffered_rounds_are_summed_too(tmp_path: Path) -> None:
+    federation = Federation.make(tmp_path, *SILOS)
+    buffered = '[round]\nmode = "buffered"\nbuffer = 4\n'
+    async with tree(federation):
+        through, rounds = await model(federation, buffered + SUMS, "sums", 2)
+        assert summed(federation) == [("taken", ["birch", "cedar", "west"])] * 2
+        flat, others = await model(federation, buffered + UNIFORM, "flat", 2)
+    assert torch.equal(through, flat)
+    assert through.abs().sum() > CLIP
+    assert [each["charge"] for each in rounds] == [each["charge"] for each in others]
+    assert all(each["contributors"] == sorted(SILOS) for each in rounds)

@@ -37,6 +37,7 @@ log = logging.getLogger("roundtable.server.jobs.secagg.secure_rounds")
 SHARE_OF_DEADLINE = 0.1
 """Of the round's deadline: what an exchange of small messages may take. Unmasking may take all of it,
 because once silos have been asked for shares the round makes its model in this attempt or not at all."""
+NO_IDENTITY = "it has no signing identity, which secure aggregation needs: issue its credentials anew"
 
 
 class SecureRounds:
@@ -80,7 +81,12 @@ class SecureRounds:
             self._tasks.spawn(self._give_up(step, lost))
 
     def admit(self, action: m.Instruct) -> Sequence[bytes] | None:
-        """The certificates of all who take part; None where the silo cannot."""
+        """The certificates of all who take part; None where the silo cannot.
+
+        Who trains for a group that is still to be found takes part in nothing yet.
+        """
+        if action.step.phase == m.PREPARE:
+            return self._admit_to_prepare(action)
         if action.step.phase != m.TRAIN:
             return ()
         if (action.step.round, action.step.attempt) != self._key:
@@ -112,7 +118,7 @@ class SecureRounds:
         """Goes on without a silo that has said that it will not answer."""
         step = m.Step(failure.round, failure.attempt, failure.phase)
         attempt = self._current(step)
-        if attempt is None or self._busy or step.phase == m.EVALUATE:
+        if attempt is None or self._busy or step.phase not in (m.TRAIN, to_agents.SECURE):
             return
         attempt.lose(failure.site, failure.detail)
         if step.phase == to_agents.SECURE:
@@ -200,7 +206,7 @@ class SecureRounds:
             mean: Mean | GroupMeans = await self._blocking(attempt.decode, delivered)
         except (ProtocolError, PrivacyError) as error:
             raise AggregationError(f"secure aggregation: {error}{_reasons(attempt)}") from error
-        return mean
+        return mean.of_age(action.updates[0].staleness(action.step.round)) if isinstance(mean, Mean) else mean
 
     def retire(self, round: int) -> None:
         """Forgets the attempt of a round that is committed."""
@@ -244,8 +250,7 @@ class SecureRounds:
         path = self._path(step)
         identities_shown = self._services.sessions.identities
         for name in [name for name in cohort if name not in identities_shown]:
-            reason = "it has no signing identity, which secure aggregation needs: issue its credentials anew"
-            self._fail(step, name, "refused", reason)
+            self._fail(step, name, "refused", NO_IDENTITY)
         columns = values_masked(self._job, self._sent, step.round)
         try:
             if path.exists():
@@ -333,14 +338,21 @@ class SecureRounds:
         message = to_agents.exchange(self._id, session.round, session.attempt, attempt.outgoing[client])
         self._services.sessions.send(client, message)
 
-    def _fail(self, step: m.Step, client: str, kind: str, detail: str) -> None:
+    def _admit_to_prepare(self, action: m.Instruct) -> Sequence[bytes] | None:
+        """Nothing, where the silo can mask later what it trains now. An attempt before this one is over."""
+        if self._key < (action.step.round, action.step.attempt):
+            self.close(forget=True)
+        if action.client in self._services.sessions.identities:
+            return ()
+        self._fail(action.step, action.client, "refused", NO_IDENTITY, m.PREPARE)
+        return None
+
+    def _fail(self, step: m.Step, client: str, kind: str, detail: str, phase: str = m.TRAIN) -> None:
         """Drops a silo from the attempt: tells the engine and the silo."""
-        train = m.Step(step.round, step.attempt, m.TRAIN)
+        at = m.Step(step.round, step.attempt, phase)
         failure = SiteFailure(client, step.round, step.attempt, m.TRAIN, kind, detail)
-        self._tasks.spawn(self._inbox.tell(m.ClientFailed(train, failure)))
-        self._services.sessions.send(
-            client, to_agents.withdrawal(self._id, m.Withdraw(client, train, detail))
-        )
+        self._tasks.spawn(self._inbox.tell(m.ClientFailed(at, failure)))
+        self._services.sessions.send(client, to_agents.withdrawal(self._id, m.Withdraw(client, at, detail)))
 
 
 def _reasons(attempt: SecureAttempt) -> str:

@@ -6,7 +6,6 @@ from engine_driver import Driver, job
 
 from roundtable.core.errors import SiteFailure
 from roundtable.engine import messages as m
-from roundtable.engine.validation.buffered_composition import why_not_served
 
 MASKS = '[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1.0\n[evaluation]\nevery = 0'
 
@@ -136,11 +135,6 @@ def test_a_finished_update_whose_silo_does_not_come_back_keeps_nobody_waiting():
     assert "a" not in driver.engine.state.ready
     prepare(driver, "d")
     assert group(driver) == ["b", "c", "d"]
-
-
-def test_no_coordinator_takes_such_a_job():
-    assert "keep finished updates for a group" in why_not_served(masked().job)
-    assert why_not_served(job('[round]\nmode = "buffered"\nbuffer = 3')) == ""
 
 
 def test_who_was_in_a_sum_that_may_be_known_is_a_group_however_few_they_are_of_a_buffer():

@@ -8,8 +8,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import grpc
-import pytest
 import torch
 from safetensors.torch import load
 from scripted_agent import ScriptedAgent
@@ -103,15 +101,3 @@ async def test_an_update_that_is_too_old_is_refused_with_the_reason(
     history = [json.loads(record) for record in detail.history]
     assert "rounds old" in history[1]["failures"]["cedar"]
     assert history[2]["contributors"] == ["alder", "cedar"]
-
-
-async def test_masked_buffered_rounds_are_refused_at_submission(
-    settings: Callable[..., ServerConfig], certificates: Path
-) -> None:
-    masks = '[privacy]\nlevel = "none"\nsecure_aggregation = true\nclip_norm = 1.0\n'
-    async with (
-        running(settings()) as coordinator,
-        Operator(coordinator.port, certificates / "olga") as operator,
-    ):
-        with pytest.raises(grpc.aio.AioRpcError, match="agents of silos do not keep finished updates"):
-            await operator.submit(TABLE.replace("buffer = 2", "buffer = 3") + masks)

@@ -16,12 +16,20 @@ from typing import Any
 import pytest
 import torch
 from secure_federation import QUIET, SECURE, Federation, unit
-from secure_process import COLUMNS, ended, free_port, masked_by, note_masks, start_coordinator, start_silo
+from secure_process import (
+    COLUMNS,
+    Deaf,
+    ended,
+    free_port,
+    masked_by,
+    note_masks,
+    start_coordinator,
+    start_silo,
+)
 
 from roundtable.client.agent import secure_attempts as secure
-from roundtable.client.agent import step_worker
 from roundtable.core.models import open_model
-from roundtable.privacy.secagg.framing import Kind, unseal
+from roundtable.privacy.secagg.framing import Kind
 from roundtable.proto import operator_pb2
 
 NAMES = ("alder", "birch", "cedar")
@@ -39,42 +47,6 @@ noise_multiplier = 0.5
 delta = 1e-3
 """
 )
-
-
-class Deaf:
-    """Keeps messages of one kind from one silo, in one round or all; `heard` is set when one has come."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.silo, self.kind, self.round, self.heard = "", Kind.EVIDENCE, 0, asyncio.Event()
-        self.gives_up = False
-        handle, advertise = secure.SecureAttempts.handle, step_worker.StepWorker.advertise
-
-        def told(attempts: Any, step: Any, message: bytes) -> bytes | None:
-            here = self.round in (0, step.round) and attempts._name == self.silo
-            if here and unseal(message).kind is self.kind:
-                self.heard.set()
-                return self._give_up(attempts, step) if self.gives_up else None
-            return handle(attempts, step, message)
-
-        def first(own: Any, step: Any) -> None:
-            if own._observer.silo == self.silo and self.kind is Kind.ADVERTISE:
-                self.heard.set()
-            else:
-                advertise(own, step)
-
-        monkeypatch.setattr(secure.SecureAttempts, "handle", told)
-        monkeypatch.setattr(step_worker.StepWorker, "advertise", first)
-
-    @staticmethod
-    def _give_up(attempts: Any, step: Any) -> bytes:
-        """Instead of its share the silo says why it has none."""
-        client = attempts.find(step).client
-        attempts.forget(step)
-        return bytes(client.abort("its disk broke"))
-
-    def keep(self, silo: str, kind: Kind, round: int = 0) -> None:
-        self.silo, self.kind, self.round = silo, kind, round
-        self.heard.clear()
 
 
 @pytest.fixture
