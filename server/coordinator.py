@@ -180,7 +180,7 @@ class Coordinator:
             observer=self.observer,
             populations=Populations(config.populations),
             queue=config.queue,
-            links=MeasuredLines(self._database, self._together),
+            links=MeasuredLines(self._database),
             setups=SiloSetups(self._together),
             encodings=config.encodings,
             shards=self._shards,

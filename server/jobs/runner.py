@@ -24,7 +24,7 @@ from roundtable.core.failpoints import failpoint
 from roundtable.core.foreign_text import printable
 from roundtable.core.layout import Layout
 from roundtable.core.observability.logs import belongs_to
-from roundtable.core.observability.released import Tells, Told, is_told
+from roundtable.core.observability.released import Told
 from roundtable.engine import EngineView, RoundEngine
 from roundtable.engine import messages as m
 from roundtable.engine.state import chosen_chain
@@ -354,7 +354,7 @@ class JobRunner:
             sums=batch.sums,
             artifacts=batch.artifacts,
             records=batch.records,
-            learnt=self._learnt(batch),
+            learnt=self._services.links.learnt(batch.updates, self.job.privacy),
             released=batch.released,
             best=(row.best_model, row.best_round, row.best_value) if row.best_model else None,
         )
@@ -363,11 +363,6 @@ class JobRunner:
         self.told.add(event.value for event in batch.events)
         failpoint("transition_stored", *place)
         self.row = replace(row, version=step.version, status=step.status, reason=step.reason, updated=now)
-
-    def _learnt(self, batch: PendingTransition) -> dict[str, int]:
-        """Example counts of silos, where the job lets them tell any."""
-        told = is_told(self.job.privacy, Tells.SILO)
-        return {each.client: each.examples for each in batch.updates if told and each.receipt == "accepted"}
 
     async def _until_written(self, step: Transition, place: tuple[int, str]) -> None:
         def write(connection: Connection) -> None:

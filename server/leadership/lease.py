@@ -22,6 +22,9 @@ from roundtable.core.errors import StorageError
 from roundtable.server.store import tables
 from roundtable.server.store.database import Database, LeaseLost
 
+# Built once: it comes first in every transaction that writes.
+_TOKEN = sa.select(tables.lease.c.token).where(tables.lease.c.id == 1).with_for_update(read=True)
+
 
 @dataclass(frozen=True)
 class Holder:
@@ -90,8 +93,7 @@ class Lease:
 
     def check(self, connection: Connection) -> None:
         """Within a transaction that writes: LeaseLost unless the lease is, and stays until its end, ours."""
-        query = sa.select(tables.lease.c.token).where(tables.lease.c.id == 1)
-        if connection.execute(query.with_for_update(read=True)).scalar() != self.token:
+        if connection.execute(_TOKEN).scalar() != self.token:
             raise self._lost()
 
     def holder(self) -> Holder:

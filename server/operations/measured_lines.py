@@ -1,30 +1,27 @@
 """The measured line to each silo, over all jobs: in memory, and durable with each update.
 
-Measured only in rounds of jobs that tell who takes part: an estimate that moves says that its silo did.
+Measured only in rounds of jobs that tell who takes part: an estimate that moves says that its silo did. It is
+written in the transaction that takes the update: a transaction of its own for each would be one more that
+receipts, and the next round, wait for.
 """
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterable
 
-from sqlalchemy.engine import Connection
-
-from roundtable.core.errors import StorageError
 from roundtable.core.observability.link_estimate import UNKNOWN_LINK, LinkEstimate
+from roundtable.core.observability.released import Tells, is_told
 from roundtable.core.observability.transfer_figures import TransferFigures
-from roundtable.server.store import Database
-from roundtable.server.store.agent_rows import all_clients, measured
-from roundtable.server.store.group_commit import GroupedWrites
-
-log = logging.getLogger("roundtable.server.operations.measured_lines")
+from roundtable.core.privacy_table import NoPrivacy, Private
+from roundtable.server.store import Database, Learnt, UpdateRow
+from roundtable.server.store.agent_rows import all_clients
 
 
 class MeasuredLines:
     """The estimates by silo. `load` brings back what an earlier coordinator has measured."""
 
-    def __init__(self, database: Database, together: GroupedWrites) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._together = together
         self._known: dict[str, LinkEstimate] = {}
 
     async def load(self) -> None:
@@ -39,14 +36,17 @@ class MeasuredLines:
         """Notes a round trip; stored with the silo's next update."""
         self._known[silo] = self.of(silo).after_round_trip(seconds)
 
-    async def travelled(self, silo: str, figures: TransferFigures) -> None:
-        """Notes what an update's way took. What cannot be stored now is stored with the next."""
-        link = self._known[silo] = self.of(silo).after(figures)
+    def travelled(self, silo: str, figures: TransferFigures) -> None:
+        """Notes what an update's way took; stored as `learnt` with the update."""
+        self._known[silo] = self.of(silo).after(figures)
 
-        def write(connection: Connection) -> None:
-            measured(connection, silo, link)
-
-        try:
-            await self._together.write(write)
-        except StorageError as error:
-            log.warning("the measured line to %s is not stored: %s", silo, error, extra={"site": silo})
+    def learnt(self, updates: Iterable[UpdateRow], privacy: NoPrivacy | Private) -> dict[str, Learnt]:
+        """What is to be stored of silos with their updates, as far as a job of this level lets it be told."""
+        counts, lines = is_told(privacy, Tells.SILO), is_told(privacy, Tells.COHORT)
+        return {
+            each.client: Learnt(
+                each.examples if counts else None, self._known.get(each.client) if lines else None
+            )
+            for each in updates
+            if each.receipt == "accepted"
+        }

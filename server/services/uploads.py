@@ -243,6 +243,8 @@ class Uploads:
     async def _deliver(self, offer: Offer, artifact: ArtifactRow, figures: TransferFigures) -> Outcome:
         offered, client = offer.update, offer.client
         offer.runner.collection.arrived(client, offered)
+        if offer.runner.tells_cohorts:
+            self._services.links.travelled(client, figures)
         update = update_in(offer, artifact.digest, figures)
         event = m.UpdateArrived(offer.step, update)
         verdict = await offer.runner.inbox.tell(
@@ -250,8 +252,6 @@ class Uploads:
         )
         self._begun.pop(offer.owner, None)
         if verdict == "wanted":
-            if offer.runner.tells_cohorts:
-                await self._services.links.travelled(client, figures)
             self._corrupted.pop(offer.owner, None)
             failpoint("receipt_due", offer.step.round, offer.step.phase)
             return Outcome(Receipt.ACCEPTED)

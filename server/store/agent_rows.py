@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from roundtable.core.observability.link_estimate import LinkEstimate
 from roundtable.server.store import tables
-from roundtable.server.store.rows import AgentRow, to_json
+from roundtable.server.store.rows import AgentRow, Learnt
+
+_LEARN = sa.update(tables.clients).where(tables.clients.c.name == sa.bindparam("silo"))
 
 
 def remember(connection: Connection, client: AgentRow) -> None:
@@ -41,23 +42,16 @@ def stored_client(connection: Connection, name: str) -> AgentRow | None:
     return None if row is None else AgentRow.of(row)
 
 
-def learn(connection: Connection, examples: Mapping[str, int]) -> None:
-    """Stores how many examples the newest updates of agents came from, where jobs let them tell."""
-    for name, count in examples.items():
-        connection.execute(
-            sa.update(tables.clients).where(tables.clients.c.name == name).values(examples=count)
-        )
+def learn(connection: Connection, learnt: Mapping[str, Learnt]) -> None:
+    """Stores what the newest updates of agents have told of them."""
+    for name, found in learnt.items():
+        if values := found.values:
+            connection.execute(_LEARN, {"silo": name, **values})
 
 
 def seen(connection: Connection, name: str, time: float) -> None:
     """Stores when the agent's connection ended."""
     connection.execute(sa.update(tables.clients).where(tables.clients.c.name == name).values(last_seen=time))
-
-
-def measured(connection: Connection, name: str, link: LinkEstimate) -> None:
-    """Stores what was measured of the line to the agent."""
-    change = sa.update(tables.clients).where(tables.clients.c.name == name)
-    connection.execute(change.values(link=to_json(link.plain())))
 
 
 def drain(connection: Connection, name: str, reason: str) -> None:

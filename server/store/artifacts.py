@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 import sqlalchemy as sa
@@ -79,9 +79,8 @@ def _why_not(config: str) -> str:
 
 def note_artifact(connection: Connection, artifact: ArtifactRow) -> None:
     """Inserts an artifact's row unless there is one."""
-    known = sa.select(sa.literal(1)).where(tables.artifacts.c.digest == artifact.digest)
-    if connection.execute(known).first() is None:
-        connection.execute(sa.insert(tables.artifacts).values(asdict(artifact)))
+    if connection.execute(_KNOWN, {"digest": artifact.digest}).first() is None:
+        connection.execute(_INSERT, dict(vars(artifact)))
 
 
 def all_digests(connection: Connection) -> list[str]:
@@ -106,44 +105,27 @@ def is_readable(connection: Connection, digest: str) -> bool:
 
 def spent_updates(connection: Connection, job: str, round_number: int, keep: Keep) -> list[str]:
     """Digests of updates of this job up to a committed round, but for those that are to be kept."""
-    kept = keep.repeatable(_config(connection, job))
-    known = sa.select(tables.artifacts.c.digest)
-    received = sa.union(
-        *(
-            sa.select(table.digest).where(
-                table.job == job, table.round <= round_number - kept, table.digest.in_(known)
-            )
-            for table in (tables.updates.c, tables.relayed_sums.c)
-        )
-    )
-    return list(connection.execute(received).scalars())
+    last = round_number - keep.repeatable(_config(connection, job))
+    return list(connection.execute(_RECEIVED, {"job": job, "last": last}).scalars())
 
 
 def old_models(connection: Connection, job: str, keep: Keep) -> list[str]:
     """Models and optimizer states of this job's rounds that need not be kept."""
-    table, config = tables.rounds.c, _config(connection, job)
-    newest = connection.execute(sa.select(sa.func.max(table.round)).where(table.job == job)).scalar() or 0
-    known = sa.select(tables.artifacts.c.digest)
+    config = _config(connection, job)
+    newest = connection.execute(_NEWEST, {"job": job}).scalar() or 0
     digests_left: set[str] = set()
-    for column, kept in (
-        (table.model, keep.models(config)),
-        (table.optimizer, keep.repeatable(config) + 1),
-    ):
-        query = sa.select(column).where(table.job == job, table.round <= newest - kept, column.in_(known))
-        digests_left.update(connection.execute(query).scalars())
+    for query, kept in ((_MODELS, keep.models(config)), (_OPTIMIZERS, keep.repeatable(config) + 1)):
+        digests_left.update(connection.execute(query, {"job": job, "last": newest - kept}).scalars())
     return sorted(digests_left)
 
 
 def old_deltas(connection: Connection) -> list[str]:
     """Changes from model to model, of all jobs: those that no snapshot of a job mentions are not needed."""
-    table = tables.artifacts.c
-    return list(connection.execute(sa.select(table.digest).where(table.kind == "delta")).scalars())
+    return list(connection.execute(_DELTAS).scalars())
 
 
 def _config(connection: Connection, job: str) -> str:
-    return str(
-        connection.execute(sa.select(tables.jobs.c.config).where(tables.jobs.c.id == job)).scalar_one()
-    )
+    return str(connection.execute(_CONFIG, {"job": job}).scalar_one())
 
 
 def left_over(connection: Connection, before: float) -> list[str]:
@@ -176,43 +158,66 @@ def forget_unused(connection: Connection, digests: Sequence[str], keep: Keep) ->
 
 
 def _needed(connection: Connection, digest: str, keep: Keep) -> bool:
-    jobs = tables.jobs.c
-    current = sa.select(jobs.id).where(
-        _counts(keep),
-        sa.or_(
-            *(
-                column == digest
-                for column in (jobs.initial_model, jobs.model, jobs.optimizer, jobs.best_model)
-            ),
-            sa.and_(jobs.status.in_(LIVE), jobs.snapshot.contains(digest)),
-        ),
-    )
-    archive = sa.select(tables.archives.c.first).where(tables.archives.c.artifact == digest)
-    needed = any(connection.execute(query.limit(1)).first() for query in (current, archive))
-    return needed or _recent(connection, digest, keep)
-
-
-def _counts(keep: Keep) -> sa.ColumnElement[bool]:
-    """Whether a job counts, that is needs anything: one that is over does for a time only, if one is set."""
-    jobs = tables.jobs.c
-    return sa.or_(jobs.status.in_(LIVE), jobs.updated >= keep.ended_before)
+    given = {"digest": digest, "ended_before": keep.ended_before}
+    if connection.execute(_CURRENT, given).first() or connection.execute(_ARCHIVE, given).first():
+        return True
+    return _recent(connection, digest, keep)
 
 
 def _recent(connection: Connection, digest: str, keep: Keep) -> bool:
     """Whether it belongs to a round that is kept, of any job; how many are follows from the job's level."""
-    jobs, rounds, updates = tables.jobs.c, tables.rounds.c, tables.updates.c
-    place = (rounds.round, rounds.model, jobs.rounds_done, jobs.config)
-    made = sa.select(*place).join(tables.jobs, jobs.id == rounds.job).where(_counts(keep))
-    for row in connection.execute(made.where(sa.or_(rounds.model == digest, rounds.optimizer == digest))):
+    given = {"digest": digest, "ended_before": keep.ended_before}
+    for row in connection.execute(_MADE, given):
         age = row.rounds_done - row.round
         is_model = row.model == digest
         most = keep.models(row.config) if is_model else keep.repeatable(row.config) + 1
         every = keep.every and row.round % keep.every == 0
         if age < most or (is_model and (every or _wanted(row.config).rounds(row.round))):
             return True
-    sent = sa.select(updates.round, jobs.rounds_done, jobs.config).join(tables.jobs, jobs.id == updates.job)
-    sent = sent.where(_counts(keep))
     return any(
-        row.rounds_done - row.round < keep.repeatable(row.config)
-        for row in connection.execute(sent.where(updates.digest == digest, updates.receipt == "accepted"))
+        row.rounds_done - row.round < keep.repeatable(row.config) for row in connection.execute(_SENT, given)
     )
+
+
+# Built once: each round runs them, and building one takes longer than running it.
+_jobs, _rounds, _updates, _archives = tables.jobs.c, tables.rounds.c, tables.updates.c, tables.archives.c
+_artifacts, _sums = tables.artifacts.c, tables.relayed_sums.c
+_JOB: sa.BindParameter[str] = sa.bindparam("job")
+_DIGEST: sa.BindParameter[str] = sa.bindparam("digest")
+_LAST: sa.BindParameter[int] = sa.bindparam("last")
+_mentioned = sa.select(_artifacts.digest)
+# A job that is over needs anything for a time only, if one is set.
+_counts = sa.or_(_jobs.status.in_(LIVE), _jobs.updated >= sa.bindparam("ended_before"))
+_KNOWN = sa.select(sa.literal(1)).where(_artifacts.digest == _DIGEST)
+_INSERT = sa.insert(tables.artifacts)
+_DELTAS = sa.select(_artifacts.digest).where(_artifacts.kind == "delta")
+_CONFIG = sa.select(_jobs.config).where(_jobs.id == _JOB)
+_NEWEST = sa.select(sa.func.max(_rounds.round)).where(_rounds.job == _JOB)
+_RECEIVED = sa.union(
+    *(
+        sa.select(table.digest).where(table.job == _JOB, table.round <= _LAST, table.digest.in_(_mentioned))
+        for table in (_updates, _sums)
+    )
+)
+_MODELS, _OPTIMIZERS = (
+    sa.select(column).where(_rounds.job == _JOB, _rounds.round <= _LAST, column.in_(_mentioned))
+    for column in (_rounds.model, _rounds.optimizer)
+)
+_named = (_jobs.initial_model, _jobs.model, _jobs.optimizer, _jobs.best_model)
+_in_snapshot = sa.and_(_jobs.status.in_(LIVE), _jobs.snapshot.contains(_DIGEST))
+_CURRENT = (
+    sa.select(_jobs.id)
+    .where(_counts, sa.or_(*(column == _DIGEST for column in _named), _in_snapshot))
+    .limit(1)
+)
+_ARCHIVE = sa.select(_archives.first).where(_archives.artifact == _DIGEST).limit(1)
+_MADE = (
+    sa.select(_rounds.round, _rounds.model, _jobs.rounds_done, _jobs.config)
+    .join(tables.jobs, _jobs.id == _rounds.job)
+    .where(_counts, sa.or_(_rounds.model == _DIGEST, _rounds.optimizer == _DIGEST))
+)
+_SENT = (
+    sa.select(_updates.round, _jobs.rounds_done, _jobs.config)
+    .join(tables.jobs, _jobs.id == _updates.job)
+    .where(_counts, _updates.digest == _DIGEST, _updates.receipt == "accepted")
+)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,6 +19,16 @@ from roundtable.server.store.rows import EventRow, to_json
 from roundtable.server.versions import versions
 
 COORDINATOR = "coordinator"
+# Built once: each round runs them, and building one takes longer than running it.
+_INSERT = sa.insert(tables.audit)
+_NEWEST = sa.select(tables.audit).order_by(tables.audit.c.sequence.desc()).limit(1)
+_CONFIG = sa.select(tables.jobs.c.config).where(tables.jobs.c.id == sa.bindparam("job"))
+_sums = tables.relayed_sums.c
+_SUMS = sa.select(_sums.digest, _sums.relay, _sums.statement).where(
+    _sums.job == sa.bindparam("job"),
+    _sums.round == sa.bindparam("round"),
+    _sums.attempt == sa.bindparam("attempt"),
+)
 
 
 def append(connection: Connection, *entries: AuditEntry) -> None:
@@ -27,9 +36,7 @@ def append(connection: Connection, *entries: AuditEntry) -> None:
     last = _last(connection)
     for item in entries:
         last = item.after(last)
-        connection.execute(
-            sa.insert(tables.audit).values({**asdict(last), "detail": canonical(last.detail).decode()})
-        )
+        connection.execute(_INSERT, {**vars(last), "detail": canonical(last.detail).decode()})
 
 
 def append_rounds(
@@ -103,7 +110,7 @@ def _evidence(connection: Connection, job: str, record: dict[str, Any]) -> dict[
     Of buffered rounds also in which round and attempt each of the updates was asked for. Of what may not be
     told (`withheld` names it) nothing: the silos' own receipts are what remains.
     """
-    config = connection.execute(sa.select(tables.jobs.c.config).where(tables.jobs.c.id == job)).scalar_one()
+    config = connection.execute(_CONFIG, {"job": job}).scalar_one()
     shown = {
         "config": job_digest(config),
         "round": record["round"],
@@ -124,9 +131,8 @@ def _evidence(connection: Connection, job: str, record: dict[str, Any]) -> dict[
     if record.get("staleness"):
         shown["asked"] = {update.client: [update.round, update.attempt] for update in combined}
     shown["updates"] = {update.client: update.digest for update in combined}
-    table = tables.relayed_sums.c
-    here = (table.job == job, table.round == record["round"], table.attempt == record["attempt"])
-    if sums := connection.execute(sa.select(table.digest, table.relay, table.statement).where(*here)).all():
+    here = {"job": job, "round": record["round"], "attempt": record["attempt"]}
+    if sums := connection.execute(_SUMS, here).all():
         # Whose updates lie in a sum is in the relay's statement, which this binds.
         shown["sums"] = {
             row.digest: {"relay": row.relay, "statement": blake3(row.statement.encode()).hexdigest()}
@@ -140,8 +146,7 @@ def _last_seal(connection: Connection) -> int:
 
 
 def _last(connection: Connection) -> AuditEntry | None:
-    query = sa.select(tables.audit).order_by(tables.audit.c.sequence.desc()).limit(1)
-    row = connection.execute(query).first()
+    row = connection.execute(_NEWEST).first()
     return _entry(row) if row else None
 
 

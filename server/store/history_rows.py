@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from roundtable.core.observability.thinning import spread
 from roundtable.server.store import tables
+from roundtable.server.store.rows import to_json
 
 HISTORY_PAGE = 100
 MOST_ROUNDS = 2**31 - 1
 _PROBES = 16
+# Built once: each round runs them, and building one takes longer than running it.
+_INSERT = sa.insert(tables.rounds)
+_SELECTED, _COMPLETED = (
+    sa.update(tables.clients)
+    .where(tables.clients.c.name.in_(sa.bindparam("names", expanding=True)))
+    .values({column: column + 1})
+    for column in (tables.clients.c.selected, tables.clients.c.completed)
+)
+
+
+def insert_round(connection: Connection, job: str, record: dict[str, Any]) -> None:
+    """Adds a committed round, and counts it for the clients that it asked and that contributed."""
+    connection.execute(
+        _INSERT,
+        {
+            "job": job,
+            "round": record["round"],
+            "attempt": record["attempt"],
+            "model": record["model"],
+            "optimizer": record["optimizer"],
+            "record": to_json(record),
+            "committed": record["ended"],
+        },
+    )
+    # Whoever only stood in line was asked for nothing, as far as its reliability goes.
+    asked = set(record["cohort"]) - set(record.get("excused", ()))
+    for names, change in ((asked, _SELECTED), (record["contributors"], _COMPLETED)):
+        if names:
+            connection.execute(change, {"names": list(names)})
 
 
 def history_within(

@@ -17,9 +17,18 @@ from roundtable.server.store.agent_rows import learn
 from roundtable.server.store.artifacts import note_artifact
 from roundtable.server.store.audit import append_rounds
 from roundtable.server.store.database import LeaseLost
+from roundtable.server.store.history_rows import insert_round
 from roundtable.server.store.job_silo_rows import store_clients
 from roundtable.server.store.ledger import settle
-from roundtable.server.store.rows import ArtifactRow, EventRow, JobRow, RelayedSumRow, UpdateRow, to_json
+from roundtable.server.store.rows import (
+    ArtifactRow,
+    EventRow,
+    JobRow,
+    Learnt,
+    RelayedSumRow,
+    UpdateRow,
+    to_json,
+)
 from roundtable.server.store.trust_rows import Party
 
 DELETED = "deleted"
@@ -50,7 +59,7 @@ class Transition:
     `records` are committed rounds as JSON objects with at least round, attempt, model, optimizer,
     cohort, contributors, charge and ended; each is written exactly once. `released` names the
     (round, attempt) whose new model is shown to anybody from now on. `best` is (model, round, value) of the
-    best model, where the job keeps it; `learnt` are example counts of agents, `clients` what the
+    best model, where the job keeps it; `learnt` is what updates have told of their agents, `clients` what the
     engine remembers of those of whom that has changed.
     """
 
@@ -68,7 +77,7 @@ class Transition:
     records: list[Told[dict[str, Any]]] = field(default_factory=list)
     released: list[tuple[int, int]] = field(default_factory=list)
     best: tuple[str, int, float] | None = None
-    learnt: Mapping[str, int] = field(default_factory=dict)
+    learnt: Mapping[str, Learnt] = field(default_factory=dict)
     clients: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -99,15 +108,14 @@ def apply(connection: Connection, step: Transition) -> None:
         values |= {"model": record["model"], "optimizer": record["optimizer"], "rounds_done": record["round"]}
     if step.best is not None:
         values |= dict(zip(("best_model", "best_round", "best_value"), step.best, strict=True))
-    table = tables.jobs.c
-    change = sa.update(tables.jobs).where(table.id == step.job, table.version == step.version - 1)
-    if connection.execute(change.values(values)).rowcount == 0:
+    before = {"job": step.job, "before": step.version - 1}
+    if connection.execute(_CHANGE, {**before, **values}).rowcount == 0:
         _check_already_made(connection, step)
         return
     for artifact in step.artifacts:
         note_artifact(connection, artifact)
     for record in records:
-        _insert_record(connection, step.job, record)
+        insert_round(connection, step.job, record)
     _insert_updates(connection, step.job, step.updates)
     if step.sums:
         connection.execute(
@@ -351,34 +359,18 @@ def insert_events(connection: Connection, job: str, events: Sequence[Told[EventR
     """Adds events to a job's history."""
     if events:
         told = [event.value for event in events]
-        rows = [{"job": job, **asdict(event), "detail": to_json(dict(event.detail))} for event in told]
-        connection.execute(sa.insert(tables.events), rows)
+        rows = [{"job": job, **vars(event), "detail": to_json(dict(event.detail))} for event in told]
+        connection.execute(_INSERT_EVENTS, rows)
 
 
 def _insert_updates(connection: Connection, job: str, updates: Sequence[UpdateRow]) -> None:
     if updates:
-        rows = [
-            {"job": job, **asdict(update), "metrics": to_json(dict(update.metrics))} for update in updates
-        ]
-        connection.execute(sa.insert(tables.updates), rows)
+        rows = [{"job": job, **vars(update), "metrics": to_json(dict(update.metrics))} for update in updates]
+        connection.execute(_INSERT_UPDATES, rows)
 
 
-def _insert_record(connection: Connection, job: str, record: dict[str, Any]) -> None:
-    connection.execute(
-        sa.insert(tables.rounds).values(
-            job=job,
-            round=record["round"],
-            attempt=record["attempt"],
-            model=record["model"],
-            optimizer=record["optimizer"],
-            record=to_json(record),
-            committed=record["ended"],
-        )
-    )
-    table = tables.clients.c
-    # Whoever only stood in line was asked for nothing, as far as its reliability goes.
-    asked = set(record["cohort"]) - set(record.get("excused", ()))
-    for names, column in ((asked, table.selected), (record["contributors"], table.completed)):
-        if names:
-            change = sa.update(tables.clients).where(table.name.in_(list(names)))
-            connection.execute(change.values({column: column + 1}))
+# Built once: each transition of a job runs them, and building one takes longer than running it.
+_CHANGE = sa.update(tables.jobs).where(
+    tables.jobs.c.id == sa.bindparam("job"), tables.jobs.c.version == sa.bindparam("before")
+)
+_INSERT_EVENTS, _INSERT_UPDATES = sa.insert(tables.events), sa.insert(tables.updates)

@@ -162,6 +162,20 @@ def _link_in(text: str) -> LinkEstimate:
 
 
 @dataclass(frozen=True)
+class Learnt:
+    """What an update has told of its silo for all jobs; None for what its job does not let be told."""
+
+    examples: int | None
+    link: LinkEstimate | None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Columns of the silo's row, and what they hold from now on."""
+        found = {} if self.examples is None else {"examples": self.examples}
+        return found if self.link is None else {**found, "link": to_json(self.link.plain())}
+
+
+@dataclass(frozen=True)
 class UpdateRow:
     """An update that was received whole. `receipt` is "accepted", or "rejected" with a reason.
 
