@@ -204,7 +204,7 @@ class ModelCache:
         self._check_space(artifact.size - have)
         digest = blake3()
         if have:
-            digest.update_mmap(partial)
+            await asyncio.to_thread(digest.update_mmap, partial)
         began = time.monotonic()
         try:
             await _receive(stub, artifact, partial, have, digest, received)

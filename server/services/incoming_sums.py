@@ -116,7 +116,7 @@ class IncomingSums:
                 f"the sum ended at byte {writer.offset} of {offer.size}; go on from there",
             )
         try:
-            writer.check()
+            await transfer.in_thread(self._threads, writer.check)
         except TransferError as error:
             raise Refusal(
                 grpc.StatusCode.DATA_LOSS, f"the sum arrived damaged and was discarded: {error}"

@@ -221,7 +221,7 @@ class Uploads:
                 f"the upload ended at byte {writer.offset} of {size}; go on from there",
             )
         try:
-            writer.check()
+            await transfer.in_thread(self._threads, writer.check)
         except TransferError as error:
             return await self._corrupted_upload(offer, error)
         began = time.monotonic()

@@ -12,12 +12,14 @@ from pathlib import Path
 from blake3 import blake3
 
 from roundtable.core.errors import ResourceError, StorageError, TransferError
-from roundtable.core.machine.file_access import set_direct, start_write_back
+from roundtable.core.machine.file_access import PLAIN_READ, read_at, set_direct, start_write_back
 
 WRITE_BACK_BYTES = 16 << 20
 READ_BYTES = 4 << 20
 DIRECT_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
+CATCH_UP = 4
+"""Bytes of what was there before that are hashed beside each byte that arrives."""
 _ALIGNMENT = 4096
 
 
@@ -33,10 +35,11 @@ def os_error(error: OSError, path: Path) -> ResourceError | StorageError:
 class BlobWriter:
     """Appends to a partial file, hashing as it goes; `finish` makes a blob of it.
 
-    An existing partial file is gone on with, from byte `offset` if that is given: the bytes before are
-    hashed and shown to `observe` first, those after it are dropped. With `direct` the bytes go to the disk
-    past the system's cache where the file system allows it: an update has to be durable anyway and is read
-    once, and pages of the cache cost more time than all the rest of taking it in.
+    An existing partial file is gone on with, from byte `offset` if that is given; those after it are dropped.
+    The bytes before are hashed and shown to `observe` first, beside those that arrive, so that nobody waits
+    until gigabytes are read again. With `direct` the bytes go to the disk past the system's cache where the
+    file system allows it: an update has to be durable anyway and is read once, and pages of the cache cost
+    more time than all the rest of taking it in.
     Raises ResourceError where the disk is full, StorageError for other disk errors.
     """
 
@@ -59,11 +62,13 @@ class BlobWriter:
         self._direct = direct
         self._file = -1
         self._hash = blake3()
+        self._hashed = 0
+        self._reading = -1
         self.offset = 0
         self._write_back_from = 0
 
     def open(self) -> BlobWriter:
-        """Opens the file and takes in what is there; `close` belongs to it."""
+        """Opens the file and goes on behind what is there; `close` belongs to it."""
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             self._go_on(self._from)
@@ -84,6 +89,7 @@ class BlobWriter:
         except OSError as error:
             raise os_error(error, self.path) from error
         self._absorb(view)
+        self._catch_up(CATCH_UP * len(data))
         if not self._direct and self.offset - self._write_back_from >= WRITE_BACK_BYTES:
             start_write_back(self._file, self._write_back_from, self.offset - self._write_back_from)
             self._write_back_from = self.offset
@@ -97,7 +103,8 @@ class BlobWriter:
 
     def check(self) -> str:
         """The digest of what has arrived. TransferError if that is not what was announced: then it is
-        forgotten, so that the next attempt begins anew."""
+        forgotten, so that the next attempt begins anew. Reads what was there before and is not hashed yet."""
+        self._catch_up(self.offset)
         digest = self._hash.hexdigest()
         if self._digest is not None and digest != self._digest:
             self.forget()
@@ -122,9 +129,10 @@ class BlobWriter:
 
     def close(self) -> None:
         """Closes the file; what has arrived stays."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        for file in (self._file, self._reading):
+            if file >= 0:
+                os.close(file)
+        self._file = self._reading = -1
 
     def _write_direct(self, view: memoryview) -> memoryview:
         """Takes whole blocks past the cache; what it returns, and all that follows, goes the cached way."""
@@ -153,15 +161,33 @@ class BlobWriter:
             keep = 0
         if keep < length:
             os.ftruncate(self._file, keep)
-        while data := os.read(self._file, READ_BYTES):
-            self._absorb(data)
-        self._write_back_from = self.offset
+        self._write_back_from = self.offset = os.lseek(self._file, keep, os.SEEK_SET)
 
     def _absorb(self, data: bytes | memoryview) -> None:
+        if self._hashed == self.offset:
+            self._take(data)
+        self.offset += len(data)
+
+    def _take(self, data: bytes | memoryview) -> None:
         self._hash.update(data)
         if self._observe is not None:
             self._observe(data)
-        self.offset += len(data)
+        self._hashed += len(data)
+
+    def _catch_up(self, most: int) -> None:
+        """Hashes at most so many of the bytes in the file that are not hashed yet."""
+        stop = min(self.offset, self._hashed + most)
+        try:
+            while self._hashed < stop:
+                # Not by the descriptor that writes: past the cache it reads whole blocks alone.
+                if self._reading < 0:
+                    self._reading = os.open(self.path, PLAIN_READ)
+                data = read_at(self._reading, min(READ_BYTES, stop - self._hashed), self._hashed)
+                if not data:
+                    raise StorageError(f"{self.path} was cut short while it was written: check the disk")
+                self._take(data)
+        except OSError as error:
+            raise os_error(error, self.path) from error
 
 
 _buffers = threading.local()
