@@ -31,8 +31,9 @@ def frozen_weights(
     folder: Path,
     group: dist.ProcessGroup,
 ) -> Mapping[str, Tensor]:
-    """`pretrained`, the tensors of the task's file, with all frozen tensors under their names: those that it
-    has not are of the model that the first rank makes, which the others read from a file in `folder`.
+    """`pretrained`, the tensors of the task's files, with all frozen tensors under their names: those that it
+    has not are `frozen_beside_pretrained()` of a task that tells them, or of the model that the first rank
+    makes, which the others read from a file in `folder`.
 
     Each frozen one is checked, one at a time. Raises LayoutError, on every rank, where one is not the job's.
     Collective.
@@ -61,11 +62,16 @@ def frozen_weights(
 
 
 def _write_made(task: Task, seed: int, layout: Layout, held: set[str], file: Path) -> None:
-    made = initial_state(task, seed)
-    state = made.state_dict() if isinstance(made, nn.Module) else made
-    layout.model.check(state)
+    wanted = {spec.name for spec in layout.frozen} - held
+    beside: Mapping[str, Tensor] = getattr(task, "frozen_beside_pretrained", dict)()
+    if wanted <= beside.keys():
+        state = beside
+    else:
+        made = initial_state(task, seed)
+        state = made.state_dict() if isinstance(made, nn.Module) else made
+        layout.model.check(state)
     layout.check_frozen(state)
-    missing = {s.name: state[s.name].detach().contiguous() for s in layout.frozen if s.name not in held}
+    missing = {name: state[name].detach().contiguous() for name in sorted(wanted)}
     for old in file.parent.glob("frozen-*.safetensors"):
         old.unlink(missing_ok=True)
     partial = file.with_suffix(".partial")

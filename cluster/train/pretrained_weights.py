@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -17,6 +18,10 @@ from roundtable.cluster.parallel.meta_init import model_on_meta
 from roundtable.core.errors import EncodingError, LayoutError
 from roundtable.core.foundation.checkpoint_files import CheckpointTensors
 from roundtable.core.task import Task
+
+_WRAPPED = ".base_layer."
+"""What peft puts into the names of a layer that it adapts."""
+_THERE = torch.empty(0)
 
 
 def pretrained_weights(path: Path, task: Task) -> Mapping[str, Tensor]:
@@ -68,7 +73,9 @@ class ConvertedWeights(Mapping[str, Tensor]):
         renamings = [each for each in transforms if isinstance(each, core_model_loading.WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        there = self._model.state_dict()
+        # A layer with an adapter has its weights one name further down.
+        wrapped = {name.replace(_WRAPPED, "."): name for name in self._model.state_dict()}
+        there = dict.fromkeys(wrapped, _THERE)
         conversions: dict[str, _Conversion] = {}
         # Experts in the order of their numbers.
         for name in sorted(file, key=core_model_loading.dot_natural_key):
@@ -76,18 +83,18 @@ class ConvertedWeights(Mapping[str, Tensor]):
                 name, renamings, converters, self._model.base_model_prefix, there
             )
             if pattern is None:
-                self._own[prefix + new] = name
+                self._own[prefix + wrapped.get(new, new)] = name
                 continue
             conversion = conversions.setdefault(new, _Conversion(by_pattern[pattern], new, []))
             conversion.sources.append((new, name, pattern))
         for conversion in conversions.values():
             for made in self._convert(conversion, meta=True):
-                self._made[prefix + made] = conversion
+                self._made[prefix + wrapped.get(made, made)] = conversion
 
     @override
     def __getitem__(self, name: str) -> Tensor:
         if name in self._made:
-            return self._convert(self._made[name])[name.removeprefix(self._prefix)]
+            return self._convert(self._made[name])[name.removeprefix(self._prefix).replace(_WRAPPED, ".")]
         return self._file[self._own.get(name, name)]
 
     @override

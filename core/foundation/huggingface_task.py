@@ -197,6 +197,14 @@ class HuggingFaceTask(Task):
         setattr(model, PINNED, nn.ParameterDict(pins))
         return model  # type: ignore[no-any-return]
 
+    def pretrained(self, site: Site) -> Path:
+        """The base's folder: the ranks of a silo's [cluster] read their parts out of its files."""
+        return self.pretrained_base.folder
+
+    def frozen_beside_pretrained(self) -> dict[str, Tensor]:
+        """What is frozen and neither in the base's files nor drawn by the job's seed, by its names."""
+        return {f"{PINNED}.{name}": value for name, value in self.pretrained_base.pins().items()}
+
     def _check_ranks(self) -> None:
         """TaskError for what the ranks of a silo's [cluster] would not train as one process does."""
         why = ""

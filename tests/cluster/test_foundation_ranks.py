@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cluster_silo import Silo, watched
 from tiny_bases import write_base
 
 from roundtable.cluster.parallel.meta_init import model_on_meta
-from roundtable.core import Layout
+from roundtable.cluster.train.frozen_weights import frozen_weights
+from roundtable.cluster.train.pretrained_weights import pretrained_weights
+from roundtable.core import JobConfig, Layout, Site, initial_state
+from roundtable.core.errors import LayoutError
+from roundtable.core.foundation.base_model import BaseModel
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask
 
 TASK = """
@@ -55,6 +62,37 @@ def test_a_model_without_weights_has_the_tensors_of_the_real_one(
     buffers = dict(empty.named_buffers())
     assert all(torch.equal(buffers[name], value) for name, value in real.named_buffers())
     assert Layout.of(real).size > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("llama", "lora"), ("gpt2", "lora"), ("llama", "ia3"), ("llama", "ffa_lora")]
+)
+def test_no_rank_loads_the_whole_base(
+    kind: Any, method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is frozen is read tensor by tensor out of the base's files, as published under other names; of
+    FFA-LoRA alone the first rank makes the model, whose A are drawn layer after layer."""
+    base = write_base(tmp_path / "base", kind)
+    task = HuggingFaceTask(str(base), 40, method=method, targets=None if method == "ia3" else "all-linear")
+    job = JobConfig.model_validate({"task": {"name": "roundtable:HuggingFaceTask"}, "cohort": {"size": 2}})
+    model = initial_state(task, job.seed)
+    assert isinstance(model, torch.nn.Module)
+    layout, real, loaded = Layout.of(model), model.state_dict(), []
+    load = BaseModel.load
+    monkeypatch.setattr(BaseModel, "load", lambda *given: loaded.append(given) or load(*given))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        own = pretrained_weights(task.pretrained(Site("silo")), task)
+        found = frozen_weights(task, job.seed, layout, own, tmp_path, dist.group.WORLD)  # type: ignore[arg-type]
+        assert all(torch.equal(found[spec.name], real[spec.name]) for spec in layout.frozen)
+        assert len(loaded) == (method == "ffa_lora")
+        if frozen := [s for s in layout.frozen if s.name in own]:
+            name = frozen[0].name
+            spoiled = ChainMap({name: own[name] + 1}, own)  # type: ignore[arg-type]
+            with pytest.raises(LayoutError, match=f"{re.escape(name)}.*other values than the job's"):
+                frozen_weights(task, job.seed, layout, spoiled, tmp_path, dist.group.WORLD)  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow
