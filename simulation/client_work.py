@@ -7,7 +7,7 @@ wants: who drops out, comes too late or is withdrawn costs nothing.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -43,6 +43,7 @@ class ClientWork:
         self._queue = queue
         self._progress = progress
         self._due: dict[int, AnswerDue] = {}
+        self._running: Iterator[None] = iter(())
         self._dropouts = Dropouts.of(world.job)
         self._sizes: dict[tuple[str, int], int] = {}
 
@@ -96,19 +97,42 @@ class ClientWork:
         return self.answers.pop(index)
 
     def train(self, step: m.Step, vector: Tensor, wanted: int, held: Collection[int]) -> None:
-        """Trains from `vector` up to `wanted` clients that were asked for `step`: those due next.
+        """Begins to train from `vector` up to `wanted` clients that were asked for `step`: those due next.
 
-        `held` are the rows of updates that wait to be combined.
+        `held` are the rows of updates that wait to be combined. The answers come with `go_on`.
         """
         same = (due for due in self._due.values() if due.step == step and due.index not in self.answers)
         due_next = heapq.nsmallest(wanted, same, key=lambda due: (due.at, due.index))
         chosen = sorted(due.index for due in due_next)
         kept = (row for row, _ in (*self.answers.values(), *self.prepared.values()))
         rows = self._updates.free_rows(len(chosen), {*held, *kept})
+        self._running = self._run(step, chosen, rows, vector)
+
+    def _run(
+        self, step: m.Step, chosen: Sequence[int], rows: Sequence[int], vector: Tensor
+    ) -> Iterator[None]:
         answers = self._updates.train(step, vector, chosen, rows)
         for done, (row, answer) in enumerate(answers, start=1):
-            self.answers[self._world.names.index_of(answer.client)] = (row, answer)
+            index = self._world.names.index_of(answer.client)
+            # It may have been withdrawn since.
+            if (due := self._due.get(index)) is not None and due.step == step:
+                self.answers[index] = (row, answer)
             self._progress(step, done, len(chosen))
+            yield
+
+    def go_on(self, index: int) -> bool:
+        """Trains on until the client's answer is there, and no longer: others train beside what follows from
+        it. Whether it is there."""
+        if index not in self.answers:
+            for _ in self._running:
+                if index in self.answers:
+                    break
+        return index in self.answers
+
+    def finish(self) -> None:
+        """Trains all who have begun: before anything else is asked of clients, or made of their updates."""
+        for _ in self._running:
+            pass
 
     def evaluate(self, step: m.Step, vector: Tensor, indices: Sequence[int]) -> None:
         """Evaluates a model at all these clients; each takes the time of the model's way to it."""

@@ -128,6 +128,7 @@ class Driver:
                     self._handle(m.DeadlinePassed(WORK))
                 case _:
                     self._handle(event)
+        self._work.finish()
 
     def resume(self, checkpoint: Checkpoint, history: Sequence[m.RoundRecord]) -> None:
         """Puts everything back to `checkpoint`; `history` ends with its round.
@@ -209,6 +210,7 @@ class Driver:
     def _instruct(self, step: m.Step, indices: Sequence[int]) -> None:
         attempt = self._engine.state.attempt
         assert attempt is not None
+        self._work.finish()
         if step.phase == m.EVALUATE:
             self._work.evaluate(step, self._next[0].vector, indices)
         else:
@@ -219,8 +221,9 @@ class Driver:
         """Hands an answer that is due to the engine, unless it does not matter any more."""
         if not self._work.awaits(due):
             return
-        if due.index not in self._work.answers:
+        if not self._work.go_on(due.index):
             self._train(due)
+            self._work.go_on(due.index)
         row, answer = self._work.take_answer(due.index)
         if isinstance(answer, Failed):
             self._handle(failure_event(answer, due.step))
@@ -246,13 +249,16 @@ class Driver:
         return self.model.vector if made == len(self.history) else self._earlier[made]
 
     def _train(self, due: AnswerDue) -> None:
-        """Runs the client whose answer is due, with as many others as the round still wants."""
+        """Begins to run the client whose answer is due, with as many others as the round still wants."""
         state, vector = self._engine.state, self._vector_of(due.step)
         assert state.attempt is not None
         wanted = state.attempt.target - len(state.attempt.updates) - len(self._work.answers)
         held = {update.row for update in (*state.attempt.updates.values(), *state.buffer.values())}
         self._work.train(due.step, vector, max(self._pacing.least_together, wanted), held)
-        if not self.history and not state.attempt.updates and (failure := self._work.shared_failure()):
+        if self.history or state.attempt.updates:
+            return
+        self._work.finish()
+        if failure := self._work.shared_failure():
             # To ask others, and these again, would show the same once for each of them.
             raise TaskError(
                 f"nothing was trained: the task fails at each of the {len(self._work.answers)} clients that "
@@ -261,6 +267,7 @@ class Driver:
 
     def _aggregate(self, action: m.Aggregate) -> None:
         step, seed = action.step, self.world.job.seed
+        self._work.finish()
         try:
             received = self._updates.collect(action, partial(self._tried, action.step))
             if self._regions is not None and isinstance(received, Rows):

@@ -58,10 +58,12 @@ def combine_block(
         return
     used = np.flatnonzero(factors)
     if not accelerated(values.device):
-        rows, target = values.numpy(), out.numpy()
+        rows, target, factors = values.numpy(), out.numpy(), factors[used]
+        # A selection copies, once more than the cast does.
+        chosen = slice(None) if len(used) == len(rows) else used
         with np.errstate(over="ignore", invalid="ignore"):
             for start, stop in block_ranges(values.shape[1], CELL):
-                target[start:stop] = factors[used] @ rows[used, start:stop].astype(np.float64)
+                target[start:stop] = factors @ rows[chosen, start:stop].astype(np.float64)
         return
     weights = torch.from_numpy(factors[used]).to(values.device)
     for start, stop in block_ranges(values.shape[1], _DEVICE_CELL):

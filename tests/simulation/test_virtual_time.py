@@ -9,7 +9,9 @@ import pytest
 
 from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError, RoundtableError
-from roundtable.engine import NumberedNames
+from roundtable.engine import NumberedNames, RoundEngine
+from roundtable.engine.messages import UpdateArrived
+from roundtable.simulation.backends.sequential import Sequential
 from roundtable.simulation.world.config import DevicesTable
 from roundtable.simulation.world.declared import Declared
 from roundtable.simulation.world.devices import Devices, Transfer
@@ -224,3 +226,27 @@ def test_crashes_in_each_phase_are_reported(run):
     evaluation = run(simulation__dropouts={"crash_evaluation": 0.5}, cohort__size=8)
     assert all(len(record.client_metrics) < 8 for record in evaluation.history.records)
     assert not any(evaluation.history["failed"])
+
+
+def test_answers_are_delivered_while_others_train(run, monkeypatch):
+    """After round 1, in which all of them show whether the task works at all."""
+    happened = []
+    train, handle = Sequential._train, RoundEngine.handle
+
+    def training(self, round, vector, item, row):
+        happened.append((round, "trains", item.client))
+        return train(self, round, vector, item, row)
+
+    def handling(self, event, now):
+        if isinstance(event, UpdateArrived):
+            happened.append((event.step.round, "delivered", event.update.client))
+        return handle(self, event, now)
+
+    monkeypatch.setattr(Sequential, "_train", training)
+    monkeypatch.setattr(RoundEngine, "handle", handling)
+    run(simulation__backend="sequential", rounds=2)
+    first, second = ([what for round, what, _ in happened if round == number] for number in (1, 2))
+    count = len(first) // 2
+    assert count > 1
+    assert first == ["trains"] * count + ["delivered"] * count
+    assert second == ["trains", "delivered"] * count
