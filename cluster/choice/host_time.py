@@ -1,7 +1,8 @@
 """Counts what the host does in a step beside calling the model's operators.
 
-FSDP2's hooks, DTensor's dispatch and the trainer's own step are Python. How long they take is counted in
-calls of small operators, whose time a machine's ranks measure: both are bound by the same core. The numbers
+FSDP2's hooks, DTensor's dispatch and the trainer's own step are Python. Layers that are split over ranks
+take what a machine's ranks measure of such layers. The rest is counted in calls of small operators, whose
+time ranks measure too: both are bound by the same core. The numbers
 were set on torch 2.13 by CPU time, over tiny layers whose operators and collectives were taken off, and
 then over the steps of benchmarks/plan_predictions.py.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roundtable.cluster.choice.gradient_time import GradientTraffic
+from roundtable.cluster.choice.machine_rates import MachineRates
 from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.collective_buffers import shards_weights
@@ -19,32 +21,40 @@ from roundtable.cluster.plan.collective_buffers import shards_weights
 # for each unit and each of its parameters.
 _GATHER, _GATHER_EACH = 45.0, 2.0
 _REDUCE, _REDUCE_EACH = 90.0, 4.0
-# Those of both passes of a layer that is split over ranks, and of its forward pass alone; of a block that is
-# run again; of a pipeline's schedule for a stage's micro-batch.
-_SPLIT, _SPLIT_AGAIN, _AGAIN, _STAGE = 110.0, 45.0, 60.0, 100.0
+# Those of a block that is run again; of a pipeline's schedule for a stage's micro-batch.
+_AGAIN, _STAGE = 60.0, 100.0
+# Of a layer that is split over ranks, of both passes and of the forward pass, where ranks measured neither.
+_SPLIT, _SPLIT_AGAIN = 110.0, 45.0
 # Those of a step: batches, random numbers, what ranks agree on, figures.
 _STEP = 250.0
 
 
-def step_calls(
-    sums: UnitSums, strategy: Strategy, units: Sequence[str], traffic: GradientTraffic, *, last: bool
-) -> float:
+def step_calls(sums: UnitSums, strategy: Strategy, units: Sequence[str], traffic: GradientTraffic) -> float:
     """Calls of small operators that take as long as the host's own work in a step of one rank."""
     calls, here, count = _STEP, sums.blocks(units), traffic.count
     again = here if strategy.checkpointing == "sqrt" else strategy.checkpointed(here)
     calls += count * _AGAIN * len(again)
     if strategy.mesh.pp > 1:
         calls += count * _STAGE * strategy.virtual_stages
-    else:
-        # Gradients of later micro-batches are added to those that are there.
-        calls += (count - 1) * traffic.weights.count
+    # Gradients of later micro-batches are added to those that are there.
+    calls += (count - 1) * traffic.weights.count
     if shards_weights(strategy):
         parameters = traffic.weights.count
         calls += traffic.gathers * (_GATHER * traffic.groups + _GATHER_EACH * parameters)
         calls += traffic.reductions * (_REDUCE * traffic.groups + _REDUCE_EACH * parameters)
-    if strategy.mesh.tp > 1:
-        sequence = strategy.sequence_parallel
-        layers = sums.split_layers(units, rest=last, sequence=sequence)
-        repeated = sums.split_layers(again, rest=False, sequence=sequence)
-        calls += count * (_SPLIT * layers + _SPLIT_AGAIN * repeated)
     return calls
+
+
+def split_seconds(
+    sums: UnitSums, strategy: Strategy, units: Sequence[str], rates: MachineRates, *, last: bool
+) -> float:
+    """The host's own seconds for the layers that are split over ranks, in a micro-batch of one rank."""
+    if strategy.mesh.tp == 1:
+        return 0.0
+    sequence, here = strategy.sequence_parallel, sums.blocks(units)
+    again = here if strategy.checkpointing == "sqrt" else strategy.checkpointed(here)
+    layers = sums.split_layers(units, rest=last, sequence=sequence)
+    repeated = sums.split_layers(again, rest=False, sequence=sequence)
+    name = "sequence" if sequence else "layer"
+    both = rates.split.get(name, _SPLIT * rates.call)
+    return layers * both + repeated * rates.split.get(f"{name} again", _SPLIT_AGAIN * rates.call)

@@ -34,7 +34,8 @@ class MachineRates:
     `between` are the bus bandwidth of an all-reduce by payload, in a node and between nodes, for each device
     while all are busy; `kinds` has the same tables of other collectives, {where: {name: table}}, where they
     were measured. A CPU's fused attention has `attention` operations a second in its products and takes
-    `score` seconds for each exponential beside; 0: it goes at the rate of products.
+    `score` seconds for each exponential beside; 0: it goes at the rate of products. `split` is what a layer
+    that is split over ranks takes beside its operators, as `split_rates` measures it; empty: not measured.
 
     `overlaps`: collectives run beside computation, and so do calls; over gloo both take the same cores.
     `near` is the share by which predictions must differ to tell plans apart.
@@ -56,6 +57,7 @@ class MachineRates:
     attention: float = 0.0
     score: float = 0.0
     kinds: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
+    split: Mapping[str, float] = field(default_factory=dict)
 
     def table(self, where: Literal["within", "between"], kind: str) -> Mapping[int, float]:
         """Bus bandwidth by payload of a collective, or of an all-reduce where it was not measured itself."""
@@ -86,6 +88,7 @@ def rates_of(
         attention=links.attention,
         score=links.score,
         kinds=links.kinds,
+        split=links.split,
         call=links.call or base.call,
         near=_NEAR_MEASURED,
         within=links.within or base.within,

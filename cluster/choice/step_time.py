@@ -18,7 +18,7 @@ from typing import Any
 
 from roundtable.cluster.choice.collective_time import Wires
 from roundtable.cluster.choice.gradient_time import GradientTraffic, optimizer_seconds
-from roundtable.cluster.choice.host_time import step_calls
+from roundtable.cluster.choice.host_time import split_seconds, step_calls
 from roundtable.cluster.choice.machine_rates import MachineRates
 from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.strategy import Strategy
@@ -175,8 +175,9 @@ class _Stage:
         traffic = GradientTraffic(self._sums, self._strategy, self._wires, self._units, self._count)
         count = self._count
         waited = slowest - self.micro()
-        calls = step_calls(self._sums, self._strategy, self._units, traffic, last=self._last)
-        host = calls * self._rates.call
+        calls = step_calls(self._sums, self._strategy, self._units, traffic)
+        split = split_seconds(self._sums, self._strategy, self._units, self._rates, last=self._last)
+        host = calls * self._rates.call + count * split
         if self._rates.overlaps:
             # The host goes ahead of the device, and is waited for where it takes longer.
             host = max(0.0, host + count * self._calls * self._rates.call - count * self.micro())
@@ -259,21 +260,48 @@ class _Stage:
         here = self._sums.blocks(self._units)
         again = here if strategy.checkpointing == "sqrt" else strategy.checkpointed(here)
         calls = self._sums.split_calls(self._units, again, rest=last)
-        seconds = 0.0
+        seconds = ends = 0.0
         for (style, elements, repeated), number in calls.items():
             if style == "head":
                 seconds += number * self._wires.all_gather("tp", elements * item)
                 continue
+            if style in ("norm", "inner"):
+                # Sums of the gradients of a norm's weight and bias, which have its width.
+                passes = 2.0 if strategy.sequence_parallel and style == "norm" else 0.0
+                seconds += number * passes * self._summed(4.0 * elements)
+                continue
+            if style == "row" and strategy.sequence_parallel:
+                seconds += number * self._spread(elements * item, repeated=repeated)
+                # The last block's output is gathered, and so is the gradient of what the first one is given.
+                ends = 2 * (
+                    self._gathered(elements * item) + self._copied(elements * item / strategy.mesh.tp)
+                )
+                continue
             # A split attention sums its output and the gradient of its input.
             passes = 2.0 if style == "attention" else 1.0
             passes += repeated and style in ("row", "attention")
-            if style in ("norm", "inner"):
-                passes = 2.0 if strategy.sequence_parallel and style == "norm" else 0.0
-            elif style == "row" and strategy.sequence_parallel:
-                # Its output is scattered, and gathered before the next layer and for its gradient.
-                passes += 0.5
-            seconds += number * passes * self._wires.all_reduce("tp", elements * item)
-        return seconds
+            seconds += number * passes * self._summed(elements * item)
+        return seconds + ends
+
+    def _spread(self, payload: float, *, repeated: bool) -> float:
+        """Of a layer split by rows, with a split sequence: its output is scattered, and gathered for what
+        comes after; its gradient is gathered, and a rank's part of theirs copied.
+        """
+        scattered = self._wires.reduce_scatter("tp", payload) + self._copied(payload)
+        gathered = self._gathered(payload)
+        own = self._copied(payload / self._strategy.mesh.tp)
+        return scattered + 2 * gathered + own + repeated * (scattered + gathered)
+
+    def _summed(self, payload: float) -> float:
+        """A functional all-reduce works on a copy."""
+        return self._wires.all_reduce("tp", payload) + self._copied(payload)
+
+    def _gathered(self, payload: float) -> float:
+        """What is gathered along the sequence, or scattered, is copied into order."""
+        return self._wires.all_gather("tp", payload) + self._copied(payload)
+
+    def _copied(self, payload: float) -> float:
+        return 2.0 * payload / self._rates.copies
 
     def _experts(self) -> float:
         """Tokens travel to their experts and back, in both passes (Lepikhin et al. 2021, section 3.2)."""

@@ -149,7 +149,8 @@ class UnitSums:
         for call in probe.trace.calls:
             style = styles.get(call.name)
             if call.name in probe.tensor_parallel.norms:
-                found[probe.anatomy.unit_of(call.name)]["norm", 1] += 1
+                width = (call.output or (1,))[-1]
+                found[probe.anatomy.unit_of(call.name)]["norm", width] += 1
             if call.name in probe.tensor_parallel.inner:
                 found[probe.anatomy.unit_of(call.name)]["inner", 1] += 1
             if style is None:

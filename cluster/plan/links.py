@@ -18,6 +18,7 @@ from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.cluster.plan.collective_rates import collective_rates
 from roundtable.cluster.plan.device_rates import DeviceRates
 from roundtable.cluster.plan.rank_clock import Clock
+from roundtable.cluster.plan.split_rates import split_rates
 from roundtable.core.evidence.release import release
 
 FILE = "links.json"
@@ -29,15 +30,15 @@ _SLOW, _VERY_SLOW = 10.0, 100.0
 class Links:
     """Bus bandwidth of an all-reduce in bytes a second by payload: among a node's ranks, and between nodes.
 
-    A table is empty where there is one rank on a node, or one node. `kinds` has, for "within" and "between",
-    the same of other collectives over gloo by their name. `products` are the operations a second of
-    the slowest rank's matrix products, there and back, by precision; `attention` those of a CPU's fused
-    attention, which takes `score` seconds more for each exponential. `memory` is the bytes a second of its
-    sums of vectors, `operators` those of a norm and an activation function, `copies` those of additions of
-    activations. `call` is the seconds that an operator of
-    a small layer takes, with what its module does around it. `at` is the time of measurement in seconds since
-    the epoch. `key` is a digest of hosts, devices, backend and versions: the figures hold
-    for no other.
+    A table is empty where there is one rank on a node, or one node. `kinds` has, for "within" and
+    "between", the same of other collectives over gloo by their name. `products` are the operations a
+    second of the slowest rank's matrix products, there and back, by precision; `attention` those of a
+    CPU's fused attention, which takes `score` seconds more for each exponential. `memory` is the bytes a
+    second of its sums of vectors, `operators` those of a norm and an activation function, `copies` those
+    of additions of activations. `call` is the seconds that an operator of a small layer takes, with what
+    its module does around it; `split` those that a layer takes beside where it is split over ranks, as
+    `split_rates` has them. `at` is the time of measurement in seconds since the epoch. `key` is a digest
+    of hosts, devices, backend and versions: the figures hold for no other.
     """
 
     key: str
@@ -53,6 +54,7 @@ class Links:
     attention: float = 0.0
     score: float = 0.0
     kinds: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
+    split: dict[str, float] = field(default_factory=dict)
 
     def lines(self, now: float) -> list[str]:
         """The figures in words, a line each."""
@@ -73,6 +75,9 @@ class Links:
                 f"memory: {self.memory / 1e9:.3g} GB/s, norms and functions {self.operators / 1e9:.3g}, "
                 f"additions {self.copies / 1e9:.3g}; a call: {self.call * 1e6:.3g} µs"
             )
+        if self.split:
+            layer, sequence = (self.split[name] * 1e6 for name in ("layer", "sequence"))
+            lines.append(f"a layer that is split: {layer:.3g} µs beside, with the sequence {sequence:.3g}")
         for where, kinds in self.kinds.items():
             lines += [f"{name} {where}: {in_words(table)}" for name, table in kinds.items()]
         return lines
@@ -101,7 +106,9 @@ def known_links(folder: Path, device: torch.device, per_node: int, control: dist
     """The kept figures where they are of the same ranks; else new ones, which rank 0 keeps. Collective."""
     key = links_key(device, control)
     kept = read_links(folder, key) if dist.get_rank() == 0 else None
-    kept = kept if kept is not None and kept.products and kept.copies else None
+    kept = (
+        kept if kept is not None and kept.products and kept.copies and (kept.split or per_node == 1) else None
+    )
     if "1" in gather_text("1" if kept is not None else "", control):
         # Only rank 0 plans with the figures.
         return kept or Links(key, dist.get_world_size(), at=0.0, within={}, between={})
@@ -132,10 +139,11 @@ def measure_links(
         "within": collective_rates(nodes, device, clock),
         "between": collective_rates(across, device, clock),
     }
+    split = split_rates(per_node, device, clock, tables["within"])
     within, between = (named.pop("all_reduce", {}) for named in tables.values())
     own = DeviceRates.measured(device, clock)
     kinds = {where: named for where, named in tables.items() if named}
-    return Links(key, world, time.time(), within, between, kinds=kinds, **vars(own))
+    return Links(key, world, time.time(), within, between, kinds=kinds, split=split, **vars(own))
 
 
 def reduction_for(links: Links | None) -> tuple[str, str]:

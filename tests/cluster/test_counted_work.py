@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -11,16 +13,21 @@ import pytest
 import torch
 from cluster_models import Language
 from cluster_plans import case, plan
-from counted_collectives import STEPS, collectives_of
+from counted_collectives import STEPS, Recorded, collectives_of
 from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
+from roundtable.cluster.choice import host_time
 from roundtable.cluster.choice.collective_time import Wires
 from roundtable.cluster.choice.gradient_time import GradientTraffic
+from roundtable.cluster.choice.host_time import step_calls
 from roundtable.cluster.choice.machine_rates import MachineRates, bandwidth, rates_of
 from roundtable.cluster.choice.step_time import step_time
 from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
+from roundtable.cluster.plan import split_rates
 from roundtable.cluster.plan.arithmetic import OperatorRecorder, PassWork, count_work
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.memory_estimate import ModelProbe
@@ -31,7 +38,7 @@ from roundtable.core.task import Site, initial_state
 BATCH, RATE = 8, 1e9
 TWO = Resources(1, 2, 1 << 34, "cpu")
 # Every byte takes as long, and nothing else takes time.
-BYTES = replace(rates_of(TWO, "float32"), within={1: RATE})
+BYTES = replace(rates_of(TWO, "float32"), within={1: RATE}, copies=math.inf)
 
 
 @cache
@@ -122,6 +129,7 @@ def test_collectives_of_a_step_are_those_that_are_predicted() -> None:
         "zero2": plan("zero2", fsdp=2),
         "zero3": plan("zero3", fsdp=2),
         "tensor": plan("none", BATCH, tp=2),
+        "sequence": plan("none", BATCH, tp=2, sequence_parallel=True),
     }
     cases = [case(name, strategy, {"steps": STEPS}, layers=2) for name, strategy in plans.items()]
     issued = dict(zip(plans, run_ranks(collectives_of, 2, cases)[0], strict=True))
@@ -148,6 +156,85 @@ def test_collectives_of_a_step_are_those_that_are_predicted() -> None:
     seconds = step_time(probe, sums, plans["tensor"], BATCH, BYTES, TWO).tensor
     summed, gathered = step("tensor", "all_reduce")[1], step("tensor", "all_gather_into_tensor")[1]
     assert seconds * RATE == pytest.approx((summed + gathered) / 2)
+    # Each kind by itself; a shard of what is gathered is noted, and twice what is scattered to a rank.
+    for kind, name, noted in (
+        ("all_reduce", "all_reduce", 2),
+        ("all_gather", "all_gather_into_tensor", 2),
+        ("reduce_scatter", "reduce_scatter_tensor", 4),
+    ):
+        tables = {
+            each: {1: RATE if each == kind else math.inf} for each in (kind, "reduce_scatter", "all_gather")
+        }
+        alone = replace(
+            BYTES, kinds={"within": tables}, within={1: RATE if kind == "all_reduce" else math.inf}
+        )
+        seconds = step_time(probe, sums, plans["sequence"], BATCH, alone, TWO).tensor
+        assert seconds * RATE == pytest.approx(step("sequence", name)[1] / noted), kind
+    # What is summed is copied, what is gathered and scattered along the sequence put into order.
+    copying = replace(BYTES, within={1: math.inf}, copies=RATE)
+    for name in ("tensor", "sequence"):
+        copied = step(name, "all_reduce")[1]
+        copied += sum(step("sequence", each)[1] - step("tensor", each)[1] for each in ("cat", "clone")) * (
+            name == "sequence"
+        )
+        seconds = step_time(probe, sums, plans[name], BATCH, copying, TWO).tensor
+        assert seconds * RATE == pytest.approx(2 * copied / 2), name
+
+
+def split_and_recorded(rank: int) -> tuple[dict[str, float], dict[str, float], dict[Any, dict[str, int]]]:
+    """(measured of two ranks, of nodes of one, the collectives of a pair of layers)."""
+    device, counts = torch.device("cpu"), {}
+    mesh = init_device_mesh("cpu", (2,))
+    for sequence, back in product((False, True), (False, True)):
+        pair = split_rates._pairs(device)[0]
+        parallelize_module(pair, mesh, split_rates._styles(sequence=sequence))
+        x = torch.ones(2, 2, 8, requires_grad=True)
+
+        def work(pair: Any = pair, x: Any = x, back: bool = back) -> None:
+            out = pair(x).sum()
+            if back:
+                out.backward()
+                split_rates.align(pair)
+
+        counts[sequence, back] = Recorded().of(work)
+    found = split_rates.split_rates(2, device, time.process_time, {"all_reduce": {1: 1e9}})
+    return found, split_rates.split_rates(1, device, time.process_time, {}), counts
+
+
+def test_what_split_layers_take_beside_is_measured_without_their_collectives() -> None:
+    names = {"all_reduce": "all_reduce", "all_gather": "all_gather_into_tensor"}
+    names["reduce_scatter"] = "reduce_scatter_tensor"
+    for found, alone, counts in run_ranks(split_and_recorded, 2):
+        assert sorted(found) == ["layer", "layer again", "sequence", "sequence again"]
+        assert found["layer"] > 0
+        assert alone == {}
+        for key, expected in split_rates._COLLECTIVES.items():
+            issued = {kind: counts[key].get(name, 0) for kind, name in names.items()}
+            assert issued == {kind: expected.get(kind, 0) for kind in names}, key
+
+
+def test_the_hosts_share_of_split_layers_is_what_was_measured() -> None:
+    probe, sums = looked_over(), UnitSums(looked_over())
+    for name, sequence in (("layer", False), ("sequence", True)):
+        strategy = plan("none", BATCH, tp=2, sequence_parallel=sequence)
+        layers = sums.split_layers(list(probe.anatomy.units), rest=True, sequence=sequence)
+        none, some = (replace(BYTES, split={name: value, f"{name} again": 9.0}) for value in (0.0, 1e-3))
+        before, after = (step_time(probe, sums, strategy, BATCH, rates, TWO).host for rates in (none, some))
+        assert after - before == pytest.approx(1e-3 * layers)
+        assert layers > 0
+
+
+def test_a_pipeline_adds_up_the_gradients_of_its_micro_batches() -> None:
+    """A call for each parameter and each micro-batch after the first one."""
+    probe, sums = looked_over(), UnitSums(looked_over())
+    strategy = plan("none", 1, pp=2)
+    units = probe.anatomy.blocks[:1]
+    wires = Wires(BYTES, TWO, strategy.mesh, gloo=True)
+    two, three = (
+        step_calls(sums, strategy, units, GradientTraffic(sums, strategy, wires, units, count))
+        for count in (2, 3)
+    )
+    assert three - two == host_time._STAGE + sums.weights(strategy, units).count
 
 
 def with_kinds(**kinds: dict[int, float]) -> MachineRates:

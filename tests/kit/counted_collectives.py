@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from cluster_cases import Case, bench_of, reference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,10 @@ STEPS = 2
 
 
 class _Collectives(TorchDispatchMode):
-    """Notes the bytes of each call's largest tensor: what all ranks have in the end, or what each gives."""
+    """Notes the bytes of each call's largest tensor: what all ranks have in the end, or what each gives.
+
+    And those that what puts shards of a sequence into order gives back: "cat" and "clone".
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +35,24 @@ class _Collectives(TorchDispatchMode):
             sizes = [leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)]
             if sizes:
                 self.found[func._schema.name.rpartition("::")[2]].append(max(sizes))
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.cat, torch.ops.aten.clone):
+            self.found[func._schema.name.rpartition("::")[2]].append(output.nbytes)
+        return output
+
+
+class Recorded:
+    """Collectives issued by what is called, by kind; of one rank."""
+
+    def __init__(self) -> None:
+        self._mode = _Collectives()
+
+    def of(self, work: Callable[[], object]) -> dict[str, int]:
+        """How many of each kind."""
+        self._mode.found.clear()
+        with self._mode:
+            work()
+        return {kind: len(sizes) for kind, sizes in self._mode.found.items()}
 
 
 def collectives_of(rank: int, cases: Sequence[Case]) -> list[dict[str, list[int]]]:
