@@ -109,7 +109,8 @@ def test_an_agent_is_killed_while_it_masks(federation: Federation, undisturbed: 
         federation.kill(VICTIM)
     kept = point == "update_kept"
     federation.agent(VICTIM, f"1/{'prepare' if kept else 'train'}/{point}")
-    rounds = {"round": {"mode": "buffered", "buffer": len(SILOS)}} if kept else {}
+    buffered = {"round": {"mode": "buffered", "buffer": len(SILOS)}, "cohort": {"grace": "10m"}}
+    rounds = buffered if kept else {}
     privacy = {"level": "none", "secure_aggregation": True, "clip_norm": 10.0}
     wanted = federation.job(rounds=2, evaluation={"every": 0}, privacy=privacy, **rounds)
     job = federation.submit(wanted, f"secure {point}")

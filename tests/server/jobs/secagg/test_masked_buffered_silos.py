@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bit_rot import flip
 from secure_federation import SECURE, Federation, GivenTrainer, unit
 from secure_process import (
     COLUMNS,
@@ -280,3 +281,57 @@ def charged(federation: Federation) -> list[tuple[int, int, int]]:
     """(round, attempt, released) of everything in the coordinator's ledger."""
     with sqlite3.connect(federation.folder / "coordinator.db") as database:
         return list(database.execute("SELECT round, attempt, released FROM ledger ORDER BY id"))
+
+
+@pytest.mark.slow
+async def test_who_is_ready_stays_so_where_another_machine_takes_over(federation: Federation) -> None:
+    """The first machine's journals are not there, and none is missed: no group was formed."""
+    trainers = federation.trainers(COLUMNS)
+    trainers["cedar"].gate.clear()
+    home = f"file://{federation.folder}/bucket"
+    federation.settings = {"bucket": home, "artifacts": str(federation.folder / "first")}
+    async with AsyncExitStack() as stack:
+        async with federation.coordinator(), federation.operator() as operator:
+            await stack.enter_async_context(federation.agents(trainers))
+            job = await submit(operator)
+            await until(operator, job, "update_ready", 2)
+        federation.settings["artifacts"] = str(federation.folder / "second")
+        async with federation.coordinator(), federation.operator() as operator:
+            trainers["cedar"].gate.set()
+            (record,) = await outcome(federation, operator, job)
+    assert (record["attempt"], record["contributors"]) == (1, list(FAST))
+    assert trained(trainers) == [1, 1, 1]
+
+
+@pytest.mark.slow
+async def test_a_finished_update_that_rots_is_not_masked(federation: Federation) -> None:
+    """The silo says so, and trains anew; the others keep what they have for the next group."""
+    trainers = federation.trainers(COLUMNS)
+    trainers["cedar"].gate.clear()
+    async with federation.coordinator(), federation.agents(trainers), federation.operator() as operator:
+        job = await submit(operator)
+        await until(operator, job, "update_ready", 2)
+        flip(federation.folder / "state" / "alder" / "prepared" / f"{job}.1.1.prepare.plain", 9)
+        trainers["cedar"].gate.set()
+        failed = await operator.watch_for(job, "client_failed")
+        (record,) = await outcome(federation, operator, job)
+    assert "damaged on the silo's own disk before it was masked" in failed.message
+    assert (record["attempt"], record["contributors"]) == (2, list(FAST))
+    assert trained(trainers) == [2, 1, 1]
+
+
+@pytest.mark.slow
+async def test_a_silo_that_cannot_sign_trains_for_no_group(tmp_path: Path) -> None:
+    federation = Federation.make(tmp_path, *FAST, "dogwood")
+    for name in ("identity.key", "identity.crt"):
+        (federation.folder / "dogwood" / name).unlink()
+    trainers = federation.trainers(COLUMNS)
+    async with federation.coordinator(), federation.agents(trainers), federation.operator() as operator:
+        job = await submit(operator)
+        (record,) = await outcome(federation, operator, job)
+        # The others were a group, perhaps before it came.
+        events = await operator.watch_until(job, "finished")
+    assert (record["attempt"], record["contributors"]) == (1, list(FAST))
+    assert trained(trainers) == [1, 1, 1, 0]
+    said = [event.message for event in events if event.kind == "client_failed"]
+    assert all("dogwood" in each and "no signing identity" in each for each in said)
