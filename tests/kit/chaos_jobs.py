@@ -37,6 +37,13 @@ CASES: dict[str, dict[str, Any]] = {
         "evaluation": _QUIET,
         "privacy": {"level": "none", "secure_aggregation": True, "clip_norm": 2.0},
     },
+    # With noise: exact sums from one model are over the same silos, and all jobs of a case begin with one.
+    "kept": {
+        "aggregation": _UNIFORM,
+        "round": {"mode": "buffered", "buffer": 3},
+        "evaluation": _QUIET,
+        "privacy": {"level": "distributed", **_NOISE},
+    },
     "distributed": {
         "aggregation": _UNIFORM,
         "evaluation": _QUIET,
@@ -47,7 +54,7 @@ SAME = ("scaffold", "fedadam", "client")
 """Cases whose every model is the undisturbed run's."""
 AUDITED = ("scaffold", "fedadam", "buffered")
 """Cases whose every model an auditor makes again, from the updates that silos have signed."""
-SUMMED = ("masked", "distributed")
+SUMMED = ("masked", "kept", "distributed")
 """Cases whose every model is made again from the vectors of those that it names, without masks."""
 
 

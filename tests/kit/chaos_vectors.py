@@ -23,16 +23,25 @@ def delta_of(round: int, name: str, columns: int) -> torch.Tensor:
 
 
 def model_of_sum(
-    job: JobConfig, plan: Plan, round: int, cohort: int, present: Sequence[str], before: torch.Tensor
+    job: JobConfig,
+    plan: Plan,
+    round: int,
+    cohort: int,
+    present: Sequence[str],
+    before: torch.Tensor,
+    age: int = 0,
 ) -> torch.Tensor:
-    """The model that a round makes of the vectors of those present, without any masks."""
+    """The model that a round makes of the vectors of those present, without any masks.
+
+    `age` is how many models ago they were asked for them.
+    """
     secure = SecureRound.of(job, len(before), cohort, round)
     total = None
     for name in present:
         with unvaried(name):
-            source = secure.encode(delta_of(round, name, len(before)).numpy(), EXAMPLES, LOSS)
+            source = secure.encode(delta_of(round - age, name, len(before)).numpy(), EXAMPLES, LOSS)
             ring = source.block(0, secure.length)
         total = ring if total is None else total + ring
     assert total is not None
-    mean = Mean.of_secure_sum(secure.decode(total, len(present), cohort))
+    mean = Mean.of_secure_sum(secure.decode(total, len(present), cohort)).of_age(age)
     return combine(plan, mean, before, ServerState(), round=round, seed=job.seed).vector

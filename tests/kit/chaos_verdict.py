@@ -125,8 +125,11 @@ class Judge:
                 continue
             present = int(record["charge"]["silos"])
             sets = [record["contributors"]] if record["contributors"] else combinations(names, present)
+            # In buffered rounds a group is a cohort, of silos that began with one model.
+            cohort, ages = len(record["cohort"] if record["staleness"] else names), record["staleness"]
+            age = max(ages.values(), default=0)
             made = [
-                model_of_sum(job, plan, record["round"], len(names), sorted(some), before.vector)
+                model_of_sum(job, plan, record["round"], cohort, sorted(some), before.vector, age)
                 for some in sets
                 if len(some) == present
             ]

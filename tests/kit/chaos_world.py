@@ -168,7 +168,8 @@ class World:
     def files_that_can_be_had_again(self, name: str) -> list[Path]:
         """What lies on a party's disk and is elsewhere too, or can be made again."""
         state = self.state_of(name)
-        rooms = ("artifacts/objects", "artifacts/partial", "artifacts/secure", "models", "spool", "secure")
+        stored = ("artifacts/objects", "artifacts/partial", "artifacts/secure")
+        rooms = (*stored, "models", "spool", "secure", "prepared")
         found = (path for room in rooms for path in sorted((state / room).rglob("*")))
         return [path for path in found if path.is_file()]
 
