@@ -146,4 +146,6 @@ def forgotten(encoding: Encoding, feedback: Feedback, kept: Mapping[str, Tensor]
 
 def without_memory(kept: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
     """The client's other tensors; None where it keeps no others."""
-    return {name: tensor for name, tensor in (kept or {}).items() if not name.startswith(_OURS)} or None
+    if not kept:
+        return None
+    return {name: tensor for name, tensor in kept.items() if not name.startswith(_OURS)} or None
