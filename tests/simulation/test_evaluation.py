@@ -16,6 +16,7 @@ from roundtable.client import evaluate
 from roundtable.core import Site, initial_state
 from roundtable.simulation.backend import Failed, Measured, Work, World
 from roundtable.simulation.backends.sequential import Sequential, one_thread
+from roundtable.simulation.backends.vectorised import shared_evaluation
 from roundtable.simulation.backends.vectorised.library import load
 from roundtable.simulation.backends.vectorised.recording import Unrecordable, record
 from roundtable.simulation.backends.vectorised.row_forward import ROWS, check_rows
@@ -192,6 +193,16 @@ def test_each_client_is_measured_as_if_alone(task: type[Base], budget: int, kind
         for name, (total, count) in alone.items():
             assert answer.metrics[name] == (pytest.approx(total, rel=close, abs=close), count)
         assert alone["loss"][1] == SIZES[index]
+
+
+def test_how_many_rows_share_a_pass_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = world(TrainsAndTests())
+    clients = Clients(place)
+    together = evaluated(place, clients, kind=SharedEvaluation)
+    for rows, size in ((1, 0), (20, 0), (1, 25 * 32)):
+        monkeypatch.setattr(shared_evaluation, "_ROWS_TOGETHER", rows)
+        monkeypatch.setattr(shared_evaluation, "_BYTES_TOGETHER", size)
+        assert evaluated(place, clients, kind=SharedEvaluation) == together
 
 
 @pytest.mark.parametrize(

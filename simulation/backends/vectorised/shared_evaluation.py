@@ -29,6 +29,8 @@ from roundtable.simulation.world.simulated_clients import Clients
 
 log = logging.getLogger("roundtable.simulation")
 _ROWS_TOGETHER = 128
+_BYTES_TOGETHER = 4 << 20
+"""Of the rows that share a copy there may be so many, or more that take no more memory."""
 _ALIGNMENT = 64
 
 
@@ -73,9 +75,10 @@ class SharedEvaluation(Sequential):
         mine = as_tensors(self.clients.data(item.index)[1])
         if not mine or not len(mine[0]):
             return None
-        if not outputs.joins or len(mine[0]) > _ROWS_TOGETHER:
-            return self._one_by_one(outputs, mine)
         together, rows, kinds = [(item.index, mine)], len(mine[0]), _kinds(mine)
+        most = max(_ROWS_TOGETHER, _BYTES_TOGETHER // max(1, sum(part[0].nbytes for part in mine)))
+        if not outputs.joins or rows > most:
+            return self._one_by_one(outputs, mine)
         for other in following:
             if other.local or not self.clients.hold(other.index):
                 break
@@ -83,7 +86,7 @@ class SharedEvaluation(Sequential):
             if not theirs or _kinds(theirs) != kinds:
                 break
             rows += theirs[0].shape[0]
-            if rows > _ROWS_TOGETHER:
+            if rows > most:
                 break
             together.append((other.index, theirs))
         self._join(outputs, together)
