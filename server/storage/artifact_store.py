@@ -267,9 +267,6 @@ class ArtifactStore:
     def _name(self, partial: Path, digest: str) -> None:
         """Gives a file with the right bytes its name."""
         place = self._place(digest)
-        if not place.parent.is_dir():
-            place.parent.mkdir(exist_ok=True)
-            sync_folder(self._objects)
         with self._lock:
             partial.replace(place)
             self._verified.note(digest, place)
@@ -347,11 +344,20 @@ class ArtifactStore:
             "from a backup and check the disk",
         )
 
+    def _make_places(self) -> None:
+        """Makes the folders that blobs lie in: made with a blob, one would be a sync more to wait for."""
+        missing = [name for each in range(256) if not (self._objects / (name := f"{each:02x}")).is_dir()]
+        for name in missing:
+            (self._objects / name).mkdir(mode=0o700, exist_ok=True)
+        if missing:
+            sync_folder(self._objects)
+
     def _check_folder(self, identity: str) -> None:
         owner = self.folder / "coordinator"
         try:
             for folder in (self._objects, self._partial):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make_places()
             for path in self._partial.glob("own.*"):
                 path.unlink()
             if not owner.exists():

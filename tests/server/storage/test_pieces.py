@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -170,3 +171,22 @@ def test_dropping_the_pages_of_a_mapped_file_changes_nothing(tmp_path: Path) -> 
     before = mapped.clone()
     memory.drop_pages(mapped[10:80_000])
     assert torch.equal(mapped, before)
+
+
+def test_a_blob_waits_for_two_syncs_its_file_and_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ArtifactStore(tmp_path, "one")
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def noted(file: int) -> None:
+        synced.append(os.fstat(file).st_ino)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    for data in (b"one", b"another", b"a third one"):
+        synced.clear()
+        digest, _ = store.create([data])
+        place = tmp_path / "objects" / digest[:2]
+        assert synced == [(place / digest).stat().st_ino, place.stat().st_ino]
