@@ -65,7 +65,7 @@ def _optimisations(search: Search, chosen: Strategy) -> Iterator[tuple[str, Stra
         without, having = (replace(chosen, offload_optimizer=on) for on in (False, True))
         yield "the optimizer in CPU memory", without, having
     coded = search.probe.state_factor and not (search.probe.cannot_code or chosen.offload_optimizer)
-    if coded and not chosen.offload:
+    if coded and not (chosen.offload or search.private):
         without, having = (replace(chosen, optimizer_bits=bits) for bits in (32, 8))
         yield "the optimizer in 8 bits", without, having
     if chosen.micro_batch > 1 and not refuse_pieces(search.probe, chosen.halved(), search.batch):

@@ -23,6 +23,7 @@ _WHY = {
     "offload": "per-example gradients need the parameters where the layers run",
     "reduction": "the noise covers the exact sum of clipped gradients, and no other",
     "local_steps": "replicas that train apart would each need the noise of a whole silo",
+    "optimizer_bits": "noisy gradients were not tried with a state in 8 bits",
 }
 _PLAIN = {
     "checkpointing": "none",
@@ -30,6 +31,7 @@ _PLAIN = {
     "offload_activations": False,
     "reduction": "exact",
     "local_steps": 0,
+    "optimizer_bits": 32,
 }
 
 

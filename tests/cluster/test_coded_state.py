@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_cases import Case, adam
+from cluster_cases import Case, WithAdam, adam
 from cluster_coded import against_float32, go_on
-from cluster_models import Language
+from cluster_models import Language, Mixture
 from cluster_plans import plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +33,7 @@ from roundtable.cluster.stepping import coded_state
 from roundtable.cluster.stepping.coded_state import CodedTensor, code_state, open_state, read_state
 from roundtable.cluster.stepping.eight_bits import BLOCK, Levels, decode, encode, levels
 from roundtable.core import JobConfig
-from roundtable.core.errors import ConfigError, ResourceError
+from roundtable.core.errors import ConfigError, PrivacyError, ResourceError
 from roundtable.core.task import Site
 
 JOB = JobConfig.model_validate({"task": "t", "algorithm": {"batch_size": 4}})
@@ -207,9 +207,9 @@ def test_reading_and_loading_state_changes_no_bit(monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(value, read_state(optimizer.state[p][key])) for (p, key), value in kept.items())
 
 
-def eight_bits(name: str, kind: str, micro: int = 2, **options: Any) -> Case:
+def eight_bits(name: str, kind: str, micro: int = 2, task: Any = None, **options: Any) -> Case:
     strategy = plan(kind, micro, optimizer_bits=8, **options)
-    return Case(name, strategy, adam(**SIZE), {"steps": 6, "batch_size": 8, "max_gradient_norm": 0.5})
+    return Case(name, strategy, task or adam(**SIZE), {"steps": 6, "batch_size": 8, "max_gradient_norm": 0.5})
 
 
 TWO = [
@@ -225,6 +225,9 @@ TWO = [
     eight_bits("zero3 accumulated", "zero3", micro=1, fsdp=2),
     eight_bits("ddp int8", "ddp", dp=2, reduction="int8"),
     eight_bits("local", "ddp", dp=2, local_steps=3),
+    eight_bits("ep", "zero3", fsdp=2, ep=2, task=adam(block=Mixture, **SIZE)),
+    eight_bits("float16", "zero3", fsdp=2, precision="float16", task=WithAdam(**SIZE)),
+    eight_bits("bfloat16", "ddp", dp=2, precision="bfloat16", task=WithAdam(**SIZE)),
 ]
 FOUR = [
     eight_bits("hsdp", "zero3", dp=2, fsdp=2),
@@ -347,5 +350,14 @@ def test_what_has_no_8_bits_is_refused_before_a_round() -> None:
             plan("zero3", fsdp=2, optimizer_bits=8, **{other: True})
         with pytest.raises(ValidationError, match="leave out one of the two"):
             ClusterTable.model_validate({"strategy": {"optimizer_bits": 8, other: True}})
+    private = JobConfig.model_validate(
+        {
+            "task": "t",
+            "algorithm": {"batch_size": 4},
+            "privacy": {"level": "example", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5},
+        }
+    )
+    with pytest.raises(PrivacyError, match=r"optimizer_bits = 8.*not tried"):
+        planned(looked_over(), private, optimizer_bits=8)
     with pytest.raises(ConfigError, match=r"elastic.*optimizer_bits = 8"):
         check_replicas(task, JOB, data, "float32", 8)
