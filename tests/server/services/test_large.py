@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,3 +173,18 @@ async def test_small_updates_of_a_large_model_take_no_more_of_the_coordinators_m
         f"{each_way[0] / 1e6:.0f} MB up, {each_way[1] / 1e6:.0f} MB down, {(peak - idle) / SIZE:.2f} models"
     )
     assert peak - idle < 2.5 * SIZE, f"the coordinator took {(peak - idle) / SIZE:.2f} models"
+
+
+@pytest.mark.slow
+@pytest.mark.bigmem
+@pytest.mark.timeout(3600)
+def test_a_coordinator_killed_with_a_large_model_goes_on_in_some_blocks_of_memory(tmp_path: Path) -> None:
+    """1.3 B parameters, killed in an upload and as it combines; the script looks at the model at the end."""
+    script = Path(__file__).parents[3] / "benchmarks" / "large_models.py"
+    if shutil.disk_usage(tmp_path).free < 30 << 30:
+        pytest.skip("needs 30 GiB of disk")
+    command = [sys.executable, script, "--billions", "1.3", "--json", "--folder", tmp_path]
+    said = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    (found,) = json.loads(said.stdout)
+    assert found["kept_of_half"] > 0.98
+    assert found["most_in_blocks"] < 64
