@@ -1,8 +1,12 @@
 """Logistic and Poisson regression under noise: Newton's method on noisy gradients and Hessians.
 
-With t = (1, features) scaled as for products, a row's gradient is t (y − m): |y − m| ≤ 1 of the logistic
-mean, and no more than the most that a count may be where means are cut to that. Its Hessian is t tᵀ times
-m (1 − m) ≤ 1/4, or m. Each step is one release of both.
+With t = (1, features) scaled as for products, a row's gradient is t (y − m), with |y − m| ≤ 1 of the
+logistic mean, and its Hessian t tᵀ times m (1 − m) ≤ 1/4. Each step is one release of both.
+
+Counts have no small bound: the range that a study states is far above most of them. So a count pulls by
+`BoundedScore`, whose bound follows from the first round's noisy mean count, and weights in the Hessian are
+cut; both travel in units of their bounds, which are public. Weights that are cut change no estimate, as a
+step still ends where the gradient is 0, and make errors larger.
 
 Errors. The last step goes from b to b + H⁻¹ g, with noise N on the gradient g and D on the Hessian H. To
 first order what that is off by is H⁻¹ (s + N + D e): s is the score of the sample at the truth, with variance
@@ -26,6 +30,7 @@ from typing_extensions import override
 
 from roundtable.core.analyses.estimates import HEADER, coefficient_rows, coefficients
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
+from roundtable.core.analyses.noisy.bounded_counts import bounded_score
 from roundtable.core.analyses.noisy.noisy_products import DROWNED, NoisyProducts
 from roundtable.core.analyses.noisy.noisy_question import Q95, SumBlock, count_interval
 from roundtable.core.analyses.question import Answer
@@ -41,6 +46,13 @@ _RESTLESS = (
     "the fit did not come to rest in its steps: a column may tell the outcome for certain (perfect "
     "separation), so that its coefficient has no limit"
 )
+_FAR, _HEAVY = 5.0, 2.0
+"""Where counts are bounded beside the noise: as many standard deviations of a Poisson count off their mean,
+and a weight of as many mean counts."""
+_QUIET_GRADIENT, _QUIET_HESSIAN = 0.2, 0.003
+"""Noise that is nothing: of the gradient's beside that of sampling, of the Hessian's beside the Hessian.
+Up to there counts are bounded less, or not at all."""
+_LEAST_UNIT = 1e-6
 _SEEN = 3.0
 """Standard deviations of its noise that what the fit explains has to reach."""
 _SHARES = {"gradient": 3.0, "last_gradient": 4.0, "hessian": 3.0, "last_hessian": 2.0, "start": 1.0}
@@ -76,15 +88,25 @@ class NoisyNewton(NoisyProducts):
 
     @property
     def most(self) -> tuple[float, float]:
-        """Bounds of |y − m|, and of the weight of a row in the Hessian."""
+        """Bounds of what a row pulls, and of its weight in the Hessian, in the units in which both travel."""
         raise NotImplementedError
+
+    @property
+    def largest(self) -> float:
+        """The largest outcome."""
+        return 1.0
+
+    def units_of(self, rows: float, total: float, silos: float) -> tuple[float, float]:
+        """The units of pulls and weights in the outcome's own, as public counts tell it: of so many rows, and
+        of the sum of their outcomes."""
+        return 1.0, 1.0
 
     def read(self, table: DataTable, whole: npt.NDArray[np.bool_]) -> tuple[Doubles, Doubles]:
         """(outcome, offset) of the whole rows."""
         raise NotImplementedError
 
-    def mean(self, linear: Doubles) -> tuple[Doubles, Doubles]:
-        """(mean, weight) at a linear predictor, within `most`."""
+    def pulls(self, outcome: Doubles, linear: Doubles, units: Doubles) -> tuple[Doubles, Doubles]:
+        """(pull, weight) of rows with a linear predictor, in these units, within `most`."""
         raise NotImplementedError
 
     def intercept(self, share: float, offset: float) -> float:
@@ -120,22 +142,23 @@ class NoisyNewton(NoisyProducts):
     @override
     def public(self) -> Mapping[str, Shape]:
         width = len(self.terms) + 1
-        return {"start": (3,), "slopes": (width,), "covariance": (width, width), "least": (1,), "rest": (1,)}
+        fit: dict[str, Shape] = {"slopes": (width,), "covariance": (width, width), "rest": (1,)}
+        return {"start": (3,), "units": (2,), "least": (1,), **fit}
 
     @override
     def added_at(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
         whole = np.asarray(~np.isnan(table.matrix(self.names)).any(axis=1), dtype=np.bool_)
         outcome, offset = self.read(table, whole)
         if stage == 0:
-            scaled = outcome / self.most[0]
+            scaled = outcome / self.largest
             return {"start": np.array([float(len(outcome)), scaled.sum(), np.clip(offset, -1.0, 1.0).sum()])}
         t = self.design(table, whole)
         with np.errstate(all="ignore"):
             linear = np.nan_to_num(t @ public["slopes"] + self.stretch * offset, nan=0.0)
-        mean, weight = self.mean(np.clip(linear, -700.0, 700.0))
+        pull, weight = self.pulls(outcome, np.clip(linear, -700.0, 700.0), public["units"])
         mark = "last_" if stage == _STEPS else ""
         return {
-            f"{mark}gradient": t.T @ (outcome - mean),
+            f"{mark}gradient": t.T @ pull,
             f"{mark}hessian": self.products(t, weight),
         }
 
@@ -149,11 +172,13 @@ class NoisyNewton(NoisyProducts):
             slopes = np.zeros(width)
             rows = max(float(released["start"][0]), 1.0)
             slopes[0] = self.intercept(*(released["start"][1:] / rows))
-            return {"start": released["start"], "slopes": slopes}
+            units = self.units_of(rows, float(released["start"][1]) * self.largest, self.silos(public))
+            return {"start": released["start"], "slopes": slopes, "units": np.array(units)}
         mark, silos = "last_" if stage == _STEPS else "", self.silos(public)
-        hessian = self._map @ released[f"{mark}hessian"]
-        noise = self.spread(f"{mark}gradient", silos)
-        blur = self.spread(f"{mark}hessian", silos)
+        pull, weight = public["units"]
+        hessian = weight * (self._map @ released[f"{mark}hessian"])
+        noise = pull * self.spread(f"{mark}gradient", silos)
+        blur = weight * self.spread(f"{mark}hessian", silos)
         least = float(np.linalg.eigvalsh(hessian)[0])
         # Where noise has made the Hessian nearly singular, a step is as long as it would be beside the noise.
         ridge = max(0.0, 2 * blur * math.sqrt(width) - least) if stage < _STEPS else 0.0
@@ -161,7 +186,7 @@ class NoisyNewton(NoisyProducts):
         if stage == _STEPS and clear < 1.0:
             return {"least": clear}
         inverse = np.linalg.inv(hessian + ridge * np.eye(width))
-        step = inverse @ released[f"{mark}gradient"]
+        step = inverse @ (pull * released[f"{mark}gradient"])
         if stage < _STEPS:
             step *= min(1.0, _LONGEST / max(float(np.abs(step).max()), _LONGEST))
         middle = hessian + noise**2 * np.eye(width)
@@ -225,9 +250,9 @@ class NoisyLogistic(NoisyNewton):
         return outcome, np.zeros(len(outcome))
 
     @override
-    def mean(self, linear: Doubles) -> tuple[Doubles, Doubles]:
+    def pulls(self, outcome: Doubles, linear: Doubles, units: Doubles) -> tuple[Doubles, Doubles]:
         chance = special.expit(linear)
-        return chance, np.minimum(chance * (1 - chance), 0.25)
+        return outcome - chance, np.minimum(chance * (1 - chance), 0.25)
 
     @override
     def intercept(self, share: float, offset: float) -> float:
@@ -243,12 +268,13 @@ class NoisyLogistic(NoisyNewton):
 
 
 class NoisyPoisson(NoisyNewton):
-    """Poisson regression of a count within its range; means beyond the most count as the most."""
+    """Poisson regression of a count within its range; means beyond the most count as the most. Silos take the
+    units that are public within the range, whatever they are: a row moves what is sent by no more."""
 
     ask: ClassVar[str] = "poisson"
     ratios: ClassVar[str] = "rate_ratios"
-    # The bound of a mean is far above most means, so noise is larger beside the Hessian, which bends more.
-    clear: ClassVar[float] = 2.0
+    # A weight's bound is above most weights, so noise is larger beside the Hessian, which bends more.
+    clear: ClassVar[float] = 1.5
     curvature: ClassVar[float] = 2.0
 
     def __init__(
@@ -282,12 +308,29 @@ class NoisyPoisson(NoisyNewton):
     @property
     @override
     def most(self) -> tuple[float, float]:
-        highest = float(self.number(self.outcome).most or 1.0)
-        return highest, highest
+        return 1.0, 1.0
+
+    @property
+    @override
+    def largest(self) -> float:
+        return float(self.number(self.outcome).most or 1.0)
+
+    @override
+    def units_of(self, rows: float, total: float, silos: float) -> tuple[float, float]:
+        most = self.largest
+        # Rather too large than too small: a standard deviation above what the noise left of it.
+        mean = (total + most * self.spread("start", silos)) / rows
+        mean = min(max(mean, 1e-3 * most), most)
+        quiet = (
+            _QUIET_GRADIENT * math.sqrt(rows * mean) / self.spread("last_gradient", silos),
+            _QUIET_HESSIAN * rows * mean / self.spread("last_hessian", silos),
+        )
+        bounds = max(quiet[0], _FAR * math.sqrt(mean)), max(quiet[1], _HEAVY * mean)
+        return min(bounds[0], most), min(bounds[1], most)
 
     @override
     def read(self, table: DataTable, whole: npt.NDArray[np.bool_]) -> tuple[Doubles, Doubles]:
-        outcome = np.clip(table.column(self.outcome)[whole], 0.0, self.most[0])
+        outcome = np.clip(table.column(self.outcome)[whole], 0.0, self.largest)
         if self.exposure is None:
             return outcome, np.zeros(len(outcome))
         span = self.number(self.exposure)
@@ -295,17 +338,22 @@ class NoisyPoisson(NoisyNewton):
         return outcome, np.log(lasts) / self.stretch
 
     @override
-    def mean(self, linear: Doubles) -> tuple[Doubles, Doubles]:
-        mean = np.minimum(np.exp(linear), self.most[0])
-        return mean, mean
+    def pulls(self, outcome: Doubles, linear: Doubles, units: Doubles) -> tuple[Doubles, Doubles]:
+        bound, heaviest = np.clip(units, _LEAST_UNIT * self.largest, self.largest)
+        mean = np.minimum(np.exp(linear), self.largest)
+        pull, weight = bounded_score(float(bound), self.largest).at(outcome, mean)
+        return np.clip(pull / bound, -1.0, 1.0), np.minimum(weight / heaviest, 1.0)
 
     @override
     def intercept(self, share: float, offset: float) -> float:
         lasts = math.exp(self.stretch * min(max(offset, -1.0), 1.0))
-        return math.log(max(share, 1e-3) * self.most[0] / lasts)
+        return math.log(max(share, 1e-3) * self.largest / lasts)
 
     @override
     def unseen(self, rows: float, total: float, noise: float) -> str:
         if total < _SEEN * noise:
-            return f"beside the noise nothing is counted in {self.outcome}: there is nothing to explain"
+            return (
+                f"beside the noise nothing is counted in {self.outcome}: there is nothing to explain, or its "
+                f"most ({self.largest:g}) is far above its counts"
+            )
         return ""

@@ -68,6 +68,7 @@ def test_one_row_changes_all_rounds_together_by_1(hostile: bool, one: tuple[floa
             for number in range(len(TREES), len(ROUNDS)):
                 slopes = public[f"{number}.slopes"]
                 slopes[:] = np.where(np.arange(slopes.size) % 2, 1e308, -1e308) * [1, 0, -1][seed % 3]
+                public[f"{number}.units"][:] = [1e-300, -7.0, 1e300, 0.0][(seed + stage) % 4]
         sent = [asked.sums(each, public) for each in tables]
         change = sum(float(((sent[0][name] - sent[1][name]) ** 2).sum()) for name in sent[0])
         assert change <= asked.round_shares[stage] * (1 + 1e-9)
