@@ -160,7 +160,8 @@ class Analysis(ClientAlgorithm):
             raise PrivacyError("an analysis has a noise_multiplier under level example, and under no other")
         if round.noised is not None:
             return self._released(round, data, public)
-        table: DataTable = data.read(name, survey.needed, fresh=first)
+        guarded = round.compare is not None
+        table: DataTable = data.read(name, survey.needed, fresh=first, discreet=guarded)
         seen = _fingerprint(table)
         if not first:
             _check_seen(round.kept.get(_SEEN), seen)
@@ -173,6 +174,7 @@ class Analysis(ClientAlgorithm):
                 f"this silo's table {name!r} has fewer rows than the least count, {self.of.least_count}"
             )
         if first and round.compare is not None:
+            _check_left_out(name, data.left_out(name, survey.needed, table), self.of.least_count)
             round.compare(name, table, self.of.least_count)
         digits = survey.sum_places.encode(sums)
         return Sent(torch.zeros_like(round.vector), {_SUMS: digits}, {_SEEN: seen})
@@ -251,6 +253,19 @@ def _fingerprint(table: DataTable) -> Tensor:
             digest.update(name.encode()).update(table.columns[name].tobytes())
         found = table.derived[_SEEN] = list(digest.digest(16))
     return torch.tensor(found, dtype=torch.float32)
+
+
+def _check_left_out(name: str, rows: Mapping[str, int], least: int) -> None:
+    """PrivacyError where a study's codes take a few rows out of a column: sums with and without the column
+    would tell of those."""
+    for column, taken in rows.items():
+        if 0 < taken < least:
+            raise PrivacyError(
+                f"the study's missing codes and recoding leave out fewer than {least} rows of column "
+                f"{column!r} that this silo takes for values: sums of other columns with and without it "
+                "would tell of those rows; where they are none, the silo can name the codes as missing, too "
+                f"([data.{name}.columns.{column}])"
+            )
 
 
 def _check_finite(public: Mapping[str, Any]) -> None:

@@ -72,7 +72,8 @@ class ColumnHistogram(Question):
 
     @override
     def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
-        return {"stage": DONE, "cells": self.hide_cells(sums["cells"], (1,))}
+        # The same histogram without groups, or of rows by group, tells each sum.
+        return {"stage": DONE, "cells": self.hide_cells(sums["cells"], (0, 1))}
 
     @override
     def answer(self, public: Arrays) -> Answer:

@@ -94,9 +94,10 @@ class Describe(Question):
     @override
     def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
         if stage == 0:
-            present = self.hide(sums["present"])
+            # The same without groups tells the sums over them, and with them those of a hidden one.
+            present, missing = (self.hide_cells(sums[name], (0,)) for name in ("present", "missing"))
             after = 1.0 if (present >= self.least).any() else DONE
-            return {"stage": after, "present": present, "missing": self.hide(sums["missing"])}
+            return {"stage": after, "present": present, "missing": missing}
         many = np.maximum(public["present"], 1.0)
         if stage == 1:
             return {"stage": 2.0, "mean": self._middle + self._half * sums["first"] / many}

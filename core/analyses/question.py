@@ -153,8 +153,9 @@ class Question:
         return np.where((counts > 0) & (counts < self.least), HIDDEN, counts)
 
     def hide_cells(self, counts: Doubles, axes: tuple[int, ...]) -> Doubles:
-        """The same for cells [lines, cells] whose sums along `axes` others may know: where a single cell of a
-        line is hidden, the smallest other one that is not empty is hidden with it."""
+        """The same for cells [lines, cells] whose sums along `axes` others may know, as from another question
+        of the same survey: where what is hidden of a line is a single cell, or fewer rows together than the
+        least count, the smallest other one that is not empty is hidden with it."""
         hidden = self.hide(counts)
         changed = True
         while changed:
@@ -163,8 +164,8 @@ class Question:
                 for line, own in zip(
                     np.moveaxis(hidden, axis, -1), np.moveaxis(counts, axis, -1), strict=True
                 ):
-                    left = np.flatnonzero(line > 0)
-                    if (line == HIDDEN).sum() == 1 and left.size:
+                    left, lost = np.flatnonzero(line > 0), line == HIDDEN
+                    if left.size and lost.any() and (lost.sum() == 1 or own[lost].sum() < self.least):
                         line[left[own[left].argmin()]] = HIDDEN
                         changed = True
         return hidden

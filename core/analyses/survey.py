@@ -28,6 +28,8 @@ from roundtable.core.tables.table_reading import DataTable
 
 MOST_VALUES = 1 << 22
 """Of one silo's vector of sums."""
+MOST_PUBLIC, MOST_KEPT = 1 << 23, 1 << 26
+"""Of the public numbers, and of those that the coordinator keeps for itself: 32 and 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,21 @@ class Survey:
             for question in made:
                 question.digits = Digits(silos)
             survey = cls(columns, made, Digits(silos))
-        if survey.sum_places.size > MOST_VALUES:
-            raise ConfigError(
-                f"the survey's sums take {survey.sum_places.size:,} values of a silo's vector, and "
-                f"{MOST_VALUES:,} are allowed: ask fewer questions at a time"
-            )
+        survey.check_sizes()
         return survey
+
+    def check_sizes(self) -> None:
+        """ConfigError where somebody would have to hold too much: a silo, or the coordinator."""
+        for what, size, most in (
+            ("sums take {} values of a silo's vector", self.sum_places.size, MOST_VALUES),
+            ("public numbers take {} values", self.public_places.size, MOST_PUBLIC),
+            ("coordinator would keep {} values from round to round", self.kept_places.size, MOST_KEPT),
+        ):
+            if size > most:
+                raise ConfigError(
+                    f"the survey's {what.format(f'{size:,}')}, and {most:,} are allowed: ask fewer questions "
+                    "at a time, or coarser ones (bins, depth, columns)"
+                )
 
     @classmethod
     def _with_noise(

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.tables.table_description import ColumnTable, DataTableTable, differences
-from roundtable.core.tables.table_reading import DataTable, column_names, read_columns
+from roundtable.core.tables.table_reading import DataTable, column_names, left_out, read_columns
 from roundtable.core.toml import TomlDocument, validate
 
 
@@ -58,9 +58,11 @@ class SiloTables(Mapping[str, DataTableTable]):
         *,
         fresh: bool = False,
         lenient: bool = False,
+        discreet: bool = False,
     ) -> DataTable:
         """A table's columns: those that a study needs, or all that are described; `fresh` reads them again,
-        `lenient` refuses no table for single values (see `read_columns`).
+        `lenient` refuses no table for single values, `discreet` messages tell nothing of rows (see
+        `read_columns`).
 
         Raises TaskError, that names the table, for what is missing, described otherwise or no value of its
         column.
@@ -76,11 +78,15 @@ class SiloTables(Mapping[str, DataTableTable]):
                 names = set(column_names(table))
                 if unlike := differences(wanted, table.columns, names):
                     raise TaskError("; ".join(unlike))
-            found = read_columns(table, wanted, lenient=lenient)
+            found = read_columns(table, wanted, lenient=lenient, discreet=discreet)
         except TaskError as error:
             raise TaskError(f"table {name!r} ({place}): {error}") from None
         self._read[name] = (key, lenient), found
         return found
+
+    def left_out(self, name: str, wanted: Mapping[str, ColumnTable], read: DataTable) -> Mapping[str, int]:
+        """Of columns of a table that was `read`, the rows whose values a study alone calls missing."""
+        return left_out(self[name], wanted, read)
 
 
 def is_table(value: Any) -> bool:

@@ -47,7 +47,11 @@ class DataTable:
 
 
 def read_columns(
-    table: DataTableTable, wanted: Mapping[str, ColumnTable] | None = None, *, lenient: bool = False
+    table: DataTableTable,
+    wanted: Mapping[str, ColumnTable] | None = None,
+    *,
+    lenient: bool = False,
+    discreet: bool = False,
 ) -> DataTable:
     """The columns of a table, checked by their descriptions: `wanted` those that a study needs; None for all
     that the table describes. Where it is `lenient`, what is no value of its column is missing, and the range
@@ -55,15 +59,40 @@ def read_columns(
 
     What the silo says of a column (missing codes, range, values) holds beside what the study says. Raises
     TaskError that names column and row for a value that is none, or not in its range; of a value itself it
-    tells nothing, as messages leave the silo.
+    tells nothing. `discreet` messages, for those that leave the silo, name the column alone: with ranges that
+    a study chooses, rows and their number would tell of people.
     """
     needed = dict(table.columns if wanted is None else wanted)
     raw = raw_columns(table, list(needed), lenient=lenient)
     found = {}
     for name, description in needed.items():
         own = table.columns.get(name, description)
-        found[name] = _checked(name, raw[name], description, own, lenient)
+        try:
+            found[name] = _checked(name, raw[name], description, own, lenient)
+        except TaskError:
+            if not discreet:
+                raise
+            raise TaskError(
+                f"column {name!r} has values that are none of the study's, or not in its range: "
+                "`roundtable client data check SURVEY`, at the silo, names the first of them"
+            ) from None
     return DataTable(found, needed)
+
+
+def left_out(table: DataTableTable, wanted: Mapping[str, ColumnTable], read: DataTable) -> Mapping[str, int]:
+    """In how many rows of a column that was `read` a study's codes and recoding make a value missing which
+    the silo's own description takes for one; of columns in which they may."""
+    found = {}
+    told = {name: study for name, study in wanted.items() if study.missing or study.recode}
+    for name, values in raw_columns(table, list(told)).items() if told else ():
+        own, study = table.columns.get(name, ColumnTable()), told[name]
+        missing, meant = {code_key(code) for code in own.missing}, _meant(own)
+        keys = [_key(values[row], meant) for row in np.flatnonzero(np.isnan(read.column(name)))]
+        number = study.kind == "number"
+        found[name] = sum(
+            not (key in missing or _is_blank(key) or (number and isinstance(key, str))) for key in keys
+        )
+    return found
 
 
 def column_names(table: DataTableTable) -> list[str]:
@@ -156,12 +185,11 @@ def _checked(
     name: str, values: Sequence[Any], study: ColumnTable, silo: ColumnTable, lenient: bool
 ) -> Values:
     missing = {code_key(code) for table in (study, silo) for code in table.missing}
-    meant = {code_key(code): value for table in (study, silo) for code, value in table.recode.items()}
+    meant = {**_meant(study), **_meant(silo)}
     places = {code_key(value): place for place, value in enumerate(study.values)}
     found = np.empty(len(values))
     for number, value in enumerate(values):
-        key = "" if value is None else code_key(int(value) if isinstance(value, bool) else value)
-        key = code_key(meant[key]) if key in meant else key
+        key = _key(value, meant)
         try:
             found[number] = _number(name, number + 1, key, missing, places, study.kind)
         except TaskError:
@@ -182,6 +210,20 @@ def _checked(
     return found
 
 
+def _meant(table: ColumnTable) -> dict[float | str, Any]:
+    return {code_key(code): value for code, value in table.recode.items()}
+
+
+def _key(value: Any, meant: Mapping[float | str, Any]) -> float | str:
+    """What stands in a cell as it is compared, recoded."""
+    key = "" if value is None else code_key(int(value) if isinstance(value, bool) else value)
+    return code_key(meant[key]) if key in meant else key
+
+
+def _is_blank(key: float | str) -> bool:
+    return isinstance(key, str) and key.lower() in _ALWAYS_MISSING
+
+
 def _number(
     name: str,
     row: int,
@@ -190,7 +232,7 @@ def _number(
     places: Mapping[float | str, int],
     kind: str,
 ) -> float:
-    if key in missing or (isinstance(key, str) and key.lower() in _ALWAYS_MISSING):
+    if key in missing or _is_blank(key):
         return np.nan
     if kind == "category":
         if key not in places:

@@ -22,6 +22,7 @@ from roundtable.core.analyses.exact_sums import Arrays, Doubles
 from roundtable.core.analyses.noisy.noisy_moments import in_range
 from roundtable.core.analyses.noisy.noisy_question import Q95, NoisyQuestion, SumBlock, count_interval
 from roundtable.core.analyses.question import Answer
+from roundtable.core.errors import ConfigError
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
@@ -29,6 +30,7 @@ DROWNED = (
     "the noise is as large as what it hides: a higher epsilon, more rows or fewer columns would leave "
     "something"
 )
+MOST_TERMS = 80
 _CLEAR = 1.0
 """How often the noise's own spectral norm has to go into the smallest eigenvalue of the design's products:
 else they may as well be singular. A stricter bound would answer where noise happens to raise that
@@ -60,6 +62,12 @@ class NoisyProducts(NoisyQuestion):
                 half.append(span.half)
         self._middle = np.array(middle)
         self._half = np.array(half)
+        if len(self.terms) > MOST_TERMS:
+            raise ConfigError(
+                f"{title}: these columns make {len(self.terms)} terms (a category one for each value but the "
+                f"first), and {MOST_TERMS} are allowed under [privacy]: the noise on their products would "
+                "leave nothing of more"
+            )
 
     @property
     @override
