@@ -44,9 +44,14 @@ def _histogram(axes: Any, answer: Answer) -> None:
         line = axes.stairs([_or_nan(each) for each in counted], edges, label=label)
         for middle, ends in zip(middles, answer.values.get("intervals", {}).get(label, ()), strict=False):
             axes.plot([middle, middle], ends, color=line.get_edgecolor(), linewidth=0.8)
+    # A step to 0 would say that nobody is there.
+    hidden = [place for place, each in enumerate(zip(*counts.values(), strict=True)) if None in each]
+    for number, place in enumerate(hidden):
+        label = None if number else "few rows: hidden"
+        axes.axvspan(edges[place], edges[place + 1], color="0.88", zorder=0, label=label)
     axes.set_xlabel(answer.header[0].removesuffix(" from"))
     axes.set_ylabel("rows")
-    if len(counts) > 1:
+    if len(counts) > 1 or hidden:
         axes.legend()
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from roundtable import survey_figures
 from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import LocalWork
 from roundtable.client.worker.earlier_readings import EarlierReadings
@@ -166,3 +167,14 @@ def test_no_survey_names_more_than_memory_holds(
     key = "on" if "outcome" in question else "columns"
     with pytest.raises(ConfigError, match=words):
         asked(columns, [{**question, key: names}], noise=noise)
+
+
+def test_a_picture_shades_bins_that_are_hidden(tmp_path: Path) -> None:
+    """A line that falls to 0 there would say that nobody is."""
+    figures = pytest.importorskip("matplotlib.figure", reason="pictures take the extra plot")
+    columns = {"age": ColumnTable(least=0, most=100)}
+    table = DataTable({"age": np.repeat([15.0, 35.0, 55.0], [2, 20, 30])}, columns)
+    [answer] = told(asked(columns, [{"ask": "histogram", "column": "age"}]), table)
+    axes = figures.Figure().subplots()
+    survey_figures._histogram(axes, answer)
+    assert "few rows: hidden" in axes.get_legend_handles_labels()[1]
