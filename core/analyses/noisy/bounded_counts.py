@@ -24,7 +24,7 @@ _LEAST_BOUND = 1e-3
 
 
 def _above(mean: Doubles, end: Doubles) -> Doubles:
-    """E max(0, y − end), of `end` from −1 on."""
+    """E max(0, y − end)."""
     whole = np.floor(end)
     # E y 1(y > k) = m P(y ≥ k), and P(y > k) is pdtrc(k, m).
     reached = np.where(whole < 1, 1.0, special.pdtrc(np.maximum(whole - 1, 0), mean))
@@ -35,7 +35,7 @@ def _above(mean: Doubles, end: Doubles) -> Doubles:
 
 def expected(mean: Doubles, center: Doubles, bound: float) -> Doubles:
     """E max(−bound, min(bound, y − center)) of Poisson counts y."""
-    high, low = np.maximum(center + bound, -1.0), np.maximum(center - bound, -1.0)
+    low, high = center - bound, center + bound
     # y cut to [low, high] is low + (y − low)₊ − (y − high)₊.
     found: Doubles = low + _above(mean, low) - _above(mean, high) - center
     return found
