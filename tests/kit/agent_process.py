@@ -11,6 +11,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from secure_process import fail_at
+
 from roundtable.client.agent.agent import Agent
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.policy_table import PolicyTable
@@ -28,7 +30,7 @@ class InlineTrainer:
         jobs = str(config.state / "jobs")
         # A step that was withdrawn goes on in its thread; the next one waits for it.
         self._turn = Lock()
-        self._executor = Executor(Settings(name, str(config.folder), jobs, "cpu", 1, {}))
+        self._executor = Executor(Settings(name, str(config.folder), jobs, "cpu", 1, config.data))
 
     async def start(self) -> None: ...
 
@@ -56,12 +58,15 @@ def _silent(done: int, total: int, loss: float) -> None:
 
 def main() -> None:
     values = json.loads(sys.argv[1])
+    if fault := values.get("fault_at"):
+        fail_at(fault)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     config = AgentConfig(
         coordinator=values["coordinator"],
         credentials=Path(values["credentials"]),
         state=Path(values["state"]),
-        tasks={"toy": "toy.py:Toy"},
+        tasks=values.get("tasks", {"toy": "toy.py:Toy"}),
+        data=values.get("data", {}),
         device="cpu",
         threads=1,
         folder=Path(values["folder"]),

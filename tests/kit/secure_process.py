@@ -140,7 +140,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def _fail_at(fault: str) -> None:
+def fail_at(fault: str) -> None:
     """Arms a place around the protocol's messages."""
     moment, _, kind = fault.partition(":")
     original = secure.SecureAttempts.handle
@@ -168,5 +168,5 @@ if __name__ == "__main__":
     _, given, number, who, where, *faults = sys.argv
     secure.MaskingAttempt.mask = note_masks(Path(given))  # type: ignore[method-assign]
     for each in faults:
-        _fail_at(each)
+        fail_at(each)
     _silo(Path(given), int(number), who, int(where))
