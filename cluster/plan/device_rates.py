@@ -14,6 +14,12 @@ from typing_extensions import override
 from roundtable.cluster.plan.rank_clock import Clock, seconds_of
 
 _SIDE = {"cuda": 4096, "cpu": 512}
+# Precisions whose products are timed: their tensors' type, and how torch may multiply float32.
+_FLOAT32, _BFLOAT16 = (torch.float32, "highest"), (torch.bfloat16, "highest")
+_PRECISIONS = {
+    "cuda": {"float32": _FLOAT32, "tf32": (torch.float32, "high"), "bfloat16": _BFLOAT16},
+    "cpu": {"float32": _FLOAT32, "bfloat16": _BFLOAT16},
+}
 # Bytes of a vector whose sums are timed and of an activation; activations between which additions go round,
 # as in a block, whose tensors are not all in the nearest cache; blocks whose calls are timed.
 _VECTOR = {"cuda": 1 << 28, "cpu": 1 << 25}
@@ -55,11 +61,18 @@ class DeviceRates:
 def _products(device: torch.device, clock: Clock) -> dict[str, float]:
     """Operations a second of the slowest rank, by precision, while all ranks multiply there and back."""
     side = _SIDE[device.type]
-    rates = {}
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        x, weight = (torch.ones(side, side, dtype=dtype, device=device, requires_grad=True) for _ in "xw")
-        passes = partial(_there_and_back, partial(F.linear, x, weight), torch.ones_like(x))
-        rates[name] = 6.0 * side**3 / seconds_of(passes, device, clock)
+    rates, before = {}, torch.get_float32_matmul_precision()
+    for name, (dtype, float32_products) in _PRECISIONS[device.type].items():
+        # Random, as weights are: a GPU multiplies ones faster, whose bits do not change.
+        x, weight, gradient = (torch.randn(side, side, dtype=dtype, device=device) for _ in "xwg")
+        forward = partial(F.linear, x.requires_grad_(), weight.requires_grad_())
+        torch.set_float32_matmul_precision(float32_products)
+        try:
+            rates[name] = (
+                6.0 * side**3 / seconds_of(partial(_there_and_back, forward, gradient), device, clock)
+            )
+        finally:
+            torch.set_float32_matmul_precision(before)
     return rates
 
 

@@ -58,7 +58,7 @@ def test_without_a_gpu_each_phase_says_why_it_cannot_run(root: Path, tmp_path: P
     )
     assert done.returncode == 2
     *phases, last = done.stderr.splitlines()
-    assert len(phases) == 8
+    assert len(phases) == 9
     assert all("cannot run" in line and f"torch {torch.__version__}" in line for line in phases)
     assert "--rehearse" in last
     assert not page.exists()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from typing_extensions import override
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,15 +210,20 @@ def speed(found: Findings) -> None:
         used = f", {work / middle / peak:.1%} of the peak" if peak else ""
         return f"{1000 * middle:.1f} ms a step{used}"
 
-    def by_hand(*, compiled: bool) -> list[float]:
+    def by_hand(*, compiled: bool = False, sharded: bool = False) -> list[float]:
         model = initial_state(task, 1).to(found.device)
+        if sharded:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for block in model.blocks:
+                fully_shard(block, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
         run: Any = torch.compile(model) if compiled else model
         optimizer = task.optimizer(model.parameters())
         rows = tuple(part[:batch].to(found.device) for part in data)
         taken = []
         for _ in range(steps):
             began = time.perf_counter()
-            with torch.autocast(found.device.type, torch.bfloat16):
+            with torch.autocast(found.device.type, torch.bfloat16, enabled=not sharded):
                 loss = task.loss(run, rows)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -245,7 +251,8 @@ def speed(found: Findings) -> None:
 
     plain = Strategy(Mesh(), "none", batch, precision="bfloat16")
     cases: dict[str, Callable[[], list[float]]] = {
-        "by hand": partial(by_hand, compiled=False),
+        "by hand": by_hand,
+        "by hand, FSDP2": partial(by_hand, sharded=True),
         "cluster, none": partial(ours, plain),
         "cluster, zero3": partial(ours, replace(plain, data_parallel="zero3")),
     }
@@ -260,6 +267,92 @@ def speed(found: Findings) -> None:
                 found.figures[name] = figure(run())
                 if not found.rehearse:
                     torch.cuda.empty_cache()
+
+
+def predictions(found: Findings) -> None:
+    """The planner's seconds of a step, from rates measured here, against steps: one device and a few plans."""
+    from dataclasses import asdict
+
+    from cluster_models import Language
+
+    from roundtable.client.policy.cluster_table import ClusterTable
+    from roundtable.cluster.choice.machine_rates import rates_of
+    from roundtable.cluster.choice.step_time import step_time
+    from roundtable.cluster.choice.unit_sums import UnitSums
+    from roundtable.cluster.parallel.meshes import Meshes
+    from roundtable.cluster.parallel.strategy import Mesh, Strategy
+    from roundtable.cluster.plan.links import measure_links
+    from roundtable.cluster.plan.model_probe import probe_model
+    from roundtable.cluster.plan.resources import find_resources
+    from roundtable.cluster.train.rank_trainer import RankTrainer
+    from roundtable.cluster.train.round_reports import RoundProgress, StepReport
+    from roundtable.core import JobConfig, Layout
+    from roundtable.core.task import Site, initial_state
+
+    tiny = {"dim": 32, "layers": 2, "heads": 4, "hidden": 64, "vocabulary": 64, "length": 16}
+    models = {
+        "large": {
+            "dim": 1024,
+            "layers": 24,
+            "heads": 16,
+            "hidden": 2816,
+            "vocabulary": 32000,
+            "length": 1024,
+        },
+        "wide": {"dim": 4096, "layers": 4, "heads": 32, "hidden": 11008, "vocabulary": 8192, "length": 512},
+        "deep": {"dim": 256, "layers": 48, "heads": 4, "hidden": 704, "vocabulary": 8192, "length": 128},
+    }
+    batch, steps = (4, 4) if found.rehearse else (8, 12)
+    plain = Strategy(Mesh(), "none", batch)
+    half = replace(plain, precision="bfloat16")
+    plans = {
+        "float32": plain,
+        "tf32": replace(plain, precision="tf32"),
+        "bfloat16": half,
+        "bfloat16 in halves": replace(half, micro_batch=batch // 2),
+        "bfloat16, all blocks again": replace(half, checkpointing="every"),
+        "bfloat16, zero3": replace(half, data_parallel="zero3"),
+        "bfloat16, optimizer in host memory": replace(half, offload_optimizer=True),
+    }
+    if found.rehearse:
+        models, plans = {"tiny": tiny}, {name: plans[name] for name in ("float32", "bfloat16, zero3")}
+
+    class Model(Language):
+        def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(parameters, lr=1e-4)
+
+    resources = find_resources(ClusterTable())
+    with alone(found):
+        links = measure_links(found.device, 1)
+        found.figures["measured"] = "; ".join(links.lines(links.at)[1:])
+        for model, size in models.items():
+            task = Model(examples=2 * batch, **size)
+            data, _ = task.data(Site("silo"))
+            probe = probe_model(task, data, device=found.device.type)
+            sums, whole = UnitSums(probe), initial_state(task, 1)
+            layout = Layout.of(whole)
+            table = {"steps": steps, "batch_size": batch}
+            job = JobConfig.model_validate({"task": "t", "seed": 1, "algorithm": table})
+            for name, strategy in plans.items():
+                with found.trying(f"{model}, {name}"):
+                    meshes = Meshes(strategy.mesh, found.device.type)
+                    trainer = RankTrainer(task, job, layout, strategy, meshes, found.device, "silo")
+                    trainer.load(layout.flatten(whole).clone(), {})
+                    trainer.sampler._wanted = False
+                    seen: list[StepReport] = []
+                    trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), seen.append)
+                    taken = statistics.median(report.seconds for report in seen[steps // 3 :])
+                    rates = rates_of(resources, strategy.precision, links)
+                    guess = step_time(probe, sums, strategy, batch, rates, resources)
+                    terms = {term: seconds for term, seconds in asdict(guess).items() if seconds}
+                    said = ", ".join(f"{term} {1e3 * seconds:.1f}" for term, seconds in terms.items())
+                    found.figures[f"{model}, {name}"] = (
+                        f"{guess.seconds / taken:.2f}: {1e3 * guess.seconds:.1f} ms predicted ({said}), "
+                        f"{1e3 * taken:.1f} ms measured"
+                    )
+                    del trainer
+                    if not found.rehearse:
+                        torch.cuda.empty_cache()
 
 
 def memory(found: Findings) -> None:
@@ -402,6 +495,7 @@ PHASES: tuple[Callable[[Findings], None], ...] = (
     ranks,
     faults,
     speed,
+    predictions,
     memory,
     simulation,
     aggregation,

@@ -34,6 +34,7 @@ PHASES = {
         "real faults: out of memory, an assertion in a kernel, a killed rank, offload, tied weights",
     ),
     "speed": (480, "steps against a hand-written loop, with and without compilation"),
+    "predictions": (300, "the planner's seconds of a step against steps"),
     "memory": (300, "the planner's estimate against the allocator"),
     "simulation": (360, "stacked clients against the plain loop"),
     "aggregation": (360, "rules on the device against the CPU"),
