@@ -296,7 +296,7 @@ class RankTrainer:
             report,
             memory=most_memory(self.device),
             tokens=work.tokens * report.examples,
-            communicating=None if share is None else share * (report.seconds - report.waiting),
+            communicating=None if share is None else share * max(0.0, report.seconds - report.waiting),
             utilisation=work.flops * report.examples / able if able and work.flops else None,
         )
 

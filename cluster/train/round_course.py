@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from roundtable.client.training.local_work import Stopped
 from roundtable.cluster.stepping.agreed_step import AgreedFigures
@@ -43,6 +43,7 @@ class RoundCourse:
     times: CheckpointTimes | None = None
     scale: LossScale | None = None
     before: bool = True
+    _noted: float = field(default_factory=time.perf_counter, init=False)
 
     @property
     def looks_ahead(self) -> bool:
@@ -72,13 +73,17 @@ class RoundCourse:
             raise refuse_step(found.loss, found.norm, found.own, step, self.round)
 
     def note(self, found: AgreedFigures, times: StepTimes) -> None:
-        """Counts and reports a step, and makes a checkpoint after it where it is time; Stopped if wished."""
-        done, now = self.done, time.perf_counter()
+        """Counts and reports a step, and makes a checkpoint after it where it is time; Stopped if wished.
+
+        Its seconds are those since the step before was noted: on a GPU, whose steps are noted while the next
+        one runs, those since the step before began would be of two.
+        """
+        done, seconds = self.done, time.perf_counter() - self._noted
         done.seen += times.examples
         done.loss_sum += found.loss * times.examples
         done.steps += 1
         done.norm_sum += found.norm if found.sound else 0.0
-        done.seconds += now - times.ended
+        done.seconds += seconds
         report = StepReport(
             step=times.step,
             steps=self.steps,
@@ -86,7 +91,7 @@ class RoundCourse:
             loss=found.loss,
             norm=found.norm,
             learning_rate=times.learning_rate,
-            seconds=now - times.ended,
+            seconds=seconds,
             waiting=times.arrived - times.ended,
             memory=0,
             skipped=done.skipped,
@@ -98,3 +103,4 @@ class RoundCourse:
             self.save(step)
         if found.stop:
             raise Stopped
+        self._noted = time.perf_counter()

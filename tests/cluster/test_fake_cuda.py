@@ -62,6 +62,7 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(ranks):
         where = f"{name}, rank {number}"
         assert "error" not in rank, f"{where}: {rank['error']}"
+        assert 0 < rank["seconds"] <= 1, f"{where}: steps that overlap are counted twice"
         assert rank["weights"] == [f"{'cpu' if name == 'zero3 offload' else 'cuda:0'} torch.float32"], where
         # Neither a product nor an exchange is left on the host, and it reads no number of the device's.
         assert not rank["on_cpu"], where

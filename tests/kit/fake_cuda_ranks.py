@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from tempfile import TemporaryDirectory
 from typing import Any, TextIO
@@ -128,13 +129,16 @@ def steps(name: str, rank: int) -> dict[str, Any]:
         # Stages tell each other once what they pass on, on the host.
         for round in (1, 2) if strategy.mesh.pp > 1 else (1,):
             record.clear()
+            done, began = RoundProgress(), time.perf_counter()
             # A build for CUDA asks the card which of its kernels it has.
             with sdpa_kernel(SDPBackend.MATH):
-                trainer.fit(trainer.batches(data, round), round, RoundProgress(), lambda report: None)
+                trainer.fit(trainer.batches(data, round), round, done, lambda report: None)
+            took = time.perf_counter() - began
         lags = trainer.lags and trainer._taking().lags
         weights = {str(each.device) + " " + str(each.dtype) for each in trainer.replica.parameters()}
         return {
             "lags": lags,
+            "seconds": done.seconds / took,
             "weights": sorted(weights),
             "exchanges": list(fake_cuda.EXCHANGES),
             "products": sorted(record.products),

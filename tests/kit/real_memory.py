@@ -95,6 +95,7 @@ def measure_device(model: str, strategy: Strategy, count: int, device: torch.dev
     whole = initial_state(task, job.seed)
     layout = Layout.of(whole)
     gc.collect()
+    torch.cuda.init()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -73,10 +73,19 @@ def alone(found: Findings) -> Iterator[None]:
 
 
 def tests(found: Findings) -> None:
-    """pytest -m gpu; in a rehearsal they are only collected."""
-    extra = ["--collect-only"] if found.rehearse else []
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *extra, "tests"]
+    """pytest -m gpu in the files that have such tests; in a rehearsal they are only collected."""
+    files = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("*.py"))}
+    marked = [path for path, text in files.items() if "mark.gpu" in text]
+    kit = [path.stem for path in marked if path.parent.name == "kit"]
+    wanted = [
+        str(path)
+        for path, text in files.items()
+        if path.name.startswith("test_") and (path in marked or any(name in text for name in kit))
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *wanted]
+    command += ["--collect-only"] if found.rehearse else ["--durations=5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr)
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]]
     found.expect("pytest -m gpu", lines[-1].strip("= "), holds=done.returncode == 0)
     found.failed += [line for line in lines if line.startswith("FAILED")]
@@ -131,7 +140,8 @@ async def _fault(found: Findings, fault: str, folder: Path) -> None:
 
     loss = "return F.cross_entropy(model(batch[0]), batch[1])\n    def metrics"
     code = TASK.replace(loss, FAULT + loss).replace("DEVICE", repr(found.device.type))
-    table = {"devices": 1, "backend": "gloo" if found.rehearse else "nccl", "timeout": 60.0}
+    backend = "gloo" if found.rehearse else "nccl"
+    table = {"devices": 1, "backend": backend, "timeout": 60.0, "precision": "float32"}
     silo = Silo(folder, code=code, table=table, fault=fault)
     told: list[str] = []
     async with silo.trainer() as trainer:

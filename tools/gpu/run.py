@@ -82,7 +82,8 @@ def run_phase(name: str, limit: float, state: Path, *, rehearse: bool) -> dict[s
     result, began = state / f"{name}.json", time.monotonic()
     result.unlink(missing_ok=True)
     command = [sys.executable, str(Path(__file__).with_name("phases.py")), name, str(result)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "kit")}
+    paths = [str(ROOT / "tests" / "kit"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     process = subprocess.Popen(
         [*command, *(["--rehearse"] if rehearse else [])],
         cwd=ROOT,
