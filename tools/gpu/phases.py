@@ -27,9 +27,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Findings:
-    """What a phase found; `rehearse`: on the CPU, at a size that takes seconds."""
+    """What a phase found, and the file that keeps it; `rehearse`: on the CPU, at a size that takes seconds."""
 
     rehearse: bool
+    kept: Path | None = None
     figures: dict[str, str] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -46,6 +47,15 @@ class Findings:
             yield
         except Exception as error:  # noqa: BLE001 - each failure is a finding
             self.failed.append(f"{what}: {type(error).__name__}: {str(error).strip()[:300]}")
+        self.keep()
+
+    def keep(self) -> None:
+        """Writes the findings, so that a phase which is stopped has not been for nothing."""
+        if self.kept is not None:
+            values = {"figures": self.figures, "failed": self.failed, "skipped": self.skipped}
+            partial = self.kept.with_suffix(".part")
+            partial.write_text(json.dumps(values))
+            partial.replace(self.kept)
 
     def expect(self, what: str, figure: str, *, holds: bool) -> None:
         """A figure that must be so."""
@@ -329,8 +339,8 @@ def predictions(found: Findings) -> None:
             "vocabulary": 32000,
             "length": 1024,
         },
-        "wide": {"dim": 4096, "layers": 4, "heads": 32, "hidden": 11008, "vocabulary": 8192, "length": 512},
         "deep": {"dim": 256, "layers": 48, "heads": 4, "hidden": 704, "vocabulary": 8192, "length": 128},
+        "wide": {"dim": 4096, "layers": 4, "heads": 32, "hidden": 11008, "vocabulary": 8192, "length": 512},
     }
     batch, steps = (4, 4) if found.rehearse else (8, 9)
     plain = Strategy(Mesh(), "none", batch)
@@ -455,7 +465,7 @@ def aggregation(found: Findings) -> None:
     from roundtable.aggregation.stages import RuleContext
     from roundtable.aggregation.validation import ClientRow
 
-    rows, columns = (12, 20_000) if found.rehearse else (32, 10_000_000)
+    rows, columns = (12, 20_000) if found.rehearse else (32, 4_000_000)
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(6))
     clients = [ClientRow(f"silo-{index:02}") for index in range(rows)]
     given: dict[str, dict[str, Any]] = {"centred_clipping": {"tau": 5.0}, "monna": {"pivot": 2}}
@@ -513,10 +523,9 @@ def prefetch(found: Findings) -> None:
 def main() -> int:
     """Runs one phase, and writes what it found; what was found is no error of the phase's."""
     name, result = sys.argv[1], Path(sys.argv[2])
-    found = Findings(rehearse="--rehearse" in sys.argv[3:])
+    found = Findings("--rehearse" in sys.argv[3:], result)
     {each.__name__: each for each in PHASES}[name](found)
-    values = {"figures": found.figures, "failed": found.failed, "skipped": found.skipped}
-    result.write_text(json.dumps(values))
+    found.keep()
     return 0
 
 

@@ -97,20 +97,22 @@ def run_phase(name: str, limit: float, state: Path, *, rehearse: bool) -> dict[s
     _RUNNING.append(process.pid)
     if _STOPPED:
         os.killpg(process.pid, signal.SIGKILL)
+    stopped = ""
     try:
         said, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         said, _ = process.communicate()
-        said += f"\nstopped after its {limit:.0f} s"
+        stopped = f"stopped after its {limit:.0f} s"
     _RUNNING.remove(process.pid)
     (state / f"{name}.log").write_text(said)
     found: dict[str, Any] = {"figures": {}, "failed": [], "skipped": []}
     if result.exists():
         found = json.loads(result.read_text())
-    else:
+    if process.returncode:
         last = [line for line in said.strip().splitlines() if line.strip()] or ["it said nothing"]
-        found["failed"] = [f"the phase ended with status {process.returncode}: {last[-1][:300]}"]
+        why = stopped or last[-1][:300]
+        found["failed"].append(f"the phase ended with status {process.returncode}: {why}")
     return {**found, "seconds": round(time.monotonic() - began, 1)}
 
 
