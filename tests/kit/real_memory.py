@@ -94,8 +94,10 @@ def measure_device(model: str, strategy: Strategy, count: int, device: torch.dev
     probe = probe_model(task, data, device="cuda", bfloat16=half)
     whole = initial_state(task, job.seed)
     layout = Layout.of(whole)
+    # The work spaces of cuBLAS, 32 MiB on Hopper, are the process's and not the model's.
+    square = torch.ones(64, 64, device=device)
+    square @ square
     gc.collect()
-    torch.cuda.init()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

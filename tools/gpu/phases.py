@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Findings:
-    """What a phase found, and the file that keeps it; `rehearse`: on the CPU, at a size that takes seconds."""
+    """What a phase found, and the file that keeps it; `rehearse`: on the CPU, tiny."""
 
     rehearse: bool
     kept: Path | None = None
@@ -422,10 +422,24 @@ def memory(found: Findings) -> None:
 
 def simulation(found: Findings) -> None:
     """A round of many clients stacked and one by one: seconds, and how far the models are apart."""
-    from simulated_tasks import Perceptron
-
-    from roundtable.core import JobConfig
+    from roundtable.core import JobConfig, Task
+    from roundtable.core.task import Site
     from roundtable.simulation.simulate import simulate
+
+    class Perceptron(Task):
+        """784-200-200-10, and 60 examples at each client."""
+
+        def model(self) -> nn.Module:
+            layers = [nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)]
+            return nn.Sequential(*layers)
+
+        def data(self, site: Site) -> Any:
+            chance = torch.Generator().manual_seed(site.index)
+            inputs = torch.rand(60, 784, generator=chance)
+            return (inputs, torch.randint(0, 10, (60,), generator=chance)), None
+
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     clients = 8 if found.rehearse else 1000
     models, took = {}, {}
@@ -447,9 +461,14 @@ def simulation(found: Findings) -> None:
                 }
             )
             began = time.perf_counter()
-            models[backend] = simulate(job, Perceptron()).model.vector
+            result = simulate(job, Perceptron())
             found.wait()
             took[backend] = time.perf_counter() - began
+            models[backend] = result.model.vector
+            trained = result.history["clients"]
+            how = f"{result.backend}; clients whose updates count: {trained}"
+            right = result.backend.startswith(backend) and trained == [clients, clients]
+            found.expect(f"{backend} is", how, holds=right)
             found.figures[f"{clients} clients, 2 rounds, {backend}"] = f"{took[backend]:.2f} s"
     if len(models) == 2:
         off = float((models["stacked"] - models["sequential"]).norm() / models["sequential"].norm())
