@@ -12,7 +12,8 @@ def write_page(
 ) -> None:
     """The figures of each phase, what failed, and what was skipped and why."""
     facts = ", ".join(f"{name} {value}" for name, value in about.items())
-    lines = ["# On a GPU", "", f"Written by `make gpu` ({facts}).", ""]
+    lines = ["# On a GPU", "", "For maintainers: what a GPU was asked, and what it answered.", ""]
+    lines += [f"Written by `make gpu` ({facts}).", ""]
     for name, text in phases.items():
         result = found.get(name)
         lines += [f"## {name.capitalize()}", "", f"{text[0].upper()}{text[1:]}.", ""]
