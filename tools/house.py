@@ -167,7 +167,8 @@ def wheel(*arguments: str) -> None:
             "-q",
             "--durations=10",
             "-n",
-            str(min(4, os.cpu_count() or 1)),
+            # Tests wait for servers and agents of their own: a worker more than cores keeps these at work.
+            str(min(4, (os.cpu_count() or 1) + 1)),
             "--dist",
             "loadfile",
         )

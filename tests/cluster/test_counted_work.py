@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -13,10 +12,8 @@ import pytest
 import torch
 from cluster_models import Language
 from cluster_plans import case, plan
-from counted_collectives import STEPS, Recorded, collectives_of
+from counted_collectives import STEPS, collectives_of, split_and_recorded
 from ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 from roundtable.cluster.choice import host_time
@@ -179,26 +176,6 @@ def test_collectives_of_a_step_are_those_that_are_predicted() -> None:
         )
         seconds = step_time(probe, sums, plans[name], BATCH, copying, TWO).tensor
         assert seconds * RATE == pytest.approx(2 * copied / 2), name
-
-
-def split_and_recorded(rank: int) -> tuple[dict[str, float], dict[str, float], dict[Any, dict[str, int]]]:
-    """(measured of two ranks, of nodes of one, the collectives of a pair of layers)."""
-    device, counts = torch.device("cpu"), {}
-    mesh = init_device_mesh("cpu", (2,))
-    for sequence, back in product((False, True), (False, True)):
-        pair = split_rates._pairs(device)[0]
-        parallelize_module(pair, mesh, split_rates._styles(sequence=sequence))
-        x = torch.ones(2, 2, 8, requires_grad=True)
-
-        def work(pair: Any = pair, x: Any = x, back: bool = back) -> None:
-            out = pair(x).sum()
-            if back:
-                out.backward()
-                split_rates.align(pair)
-
-        counts[sequence, back] = Recorded().of(work)
-    found = split_rates.split_rates(2, device, time.process_time, {"all_reduce": {1: 1e9}})
-    return found, split_rates.split_rates(1, device, time.process_time, {}), counts
 
 
 def test_what_split_layers_take_beside_is_measured_without_their_collectives() -> None:

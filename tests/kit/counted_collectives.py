@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from cluster_cases import Case, bench_of, reference
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.plan import split_rates
 from roundtable.cluster.train.round_reports import RoundProgress
 from roundtable.core.task import Site
 
@@ -69,3 +74,23 @@ def collectives_of(rank: int, cases: Sequence[Case]) -> list[dict[str, list[int]
             trainer.fit(trainer.batches(data, 2), 2, RoundProgress(), lambda report: None)
         found.append(dict(recorder.found))
     return found
+
+
+def split_and_recorded(rank: int) -> tuple[dict[str, float], dict[str, float], dict[Any, dict[str, int]]]:
+    """(measured of two ranks, of nodes of one, the collectives of a pair of layers)."""
+    device, counts = torch.device("cpu"), {}
+    mesh = init_device_mesh("cpu", (2,))
+    for sequence, back in product((False, True), (False, True)):
+        pair = split_rates._pairs(device)[0]
+        parallelize_module(pair, mesh, split_rates._styles(sequence=sequence))
+        x = torch.ones(2, 2, 8, requires_grad=True)
+
+        def work(pair: Any = pair, x: Any = x, back: bool = back) -> None:
+            out = pair(x).sum()
+            if back:
+                out.backward()
+                split_rates.align(pair)
+
+        counts[sequence, back] = Recorded().of(work)
+    found = split_rates.split_rates(2, device, time.process_time, {"all_reduce": {1: 1e9}})
+    return found, split_rates.split_rates(1, device, time.process_time, {}), counts

@@ -43,6 +43,7 @@ from roundtable.server.jobs.actions import JobParts
 from roundtable.server.jobs.job_inbox import JobInbox
 from roundtable.server.jobs.privacy_budget import Account
 from roundtable.server.jobs.runner import JobRunner
+from roundtable.server.operations.measured_lines import MeasuredLines
 from roundtable.server.store import ArtifactRow, Database, EventRow, JobRow, UpdateRow
 from roundtable.server.store import jobs as store
 from roundtable.server.store.job_silo_rows import clients_of
@@ -186,6 +187,7 @@ class World(RuleBasedStateMachine):
         services: Any = Nothing()
         services.database, services.clock, services.writer = self.database, lambda: 0.0, "w"
         services.observer = services.alerts = Nothing()
+        services.links = MeasuredLines(self.database)
         doings: Any = Nothing()
         doings.perform = self.perform
         self.runner = JobRunner(
