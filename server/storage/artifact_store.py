@@ -268,6 +268,8 @@ class ArtifactStore:
         """Gives a file with the right bytes its name."""
         place = self._place(digest)
         with self._lock:
+            if not place.parent.is_dir():
+                self._make_places()  # Somebody tidies up empty folders.
             partial.replace(place)
             self._verified.note(digest, place)
         sync_folder(place.parent)

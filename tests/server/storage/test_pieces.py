@@ -190,3 +190,11 @@ def test_a_blob_waits_for_two_syncs_its_file_and_its_folder(
         digest, _ = store.create([data])
         place = tmp_path / "objects" / digest[:2]
         assert synced == [(place / digest).stat().st_ino, place.stat().st_ino]
+
+
+def test_a_blobs_folder_that_was_tidied_away_is_made_again(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path, "one")
+    for folder in (tmp_path / "objects").iterdir():
+        folder.rmdir()
+    digest, _ = store.create([b"one"])
+    assert (tmp_path / "objects" / digest[:2] / digest).read_bytes() == b"one"
