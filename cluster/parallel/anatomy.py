@@ -1,4 +1,7 @@
-"""Lists what a plan needs to know of a model: weights, repeated blocks, ties, what a loss depends on."""
+"""Lists what a plan needs to know of a model: weights, repeated blocks, ties, what a loss depends on.
+
+And what a forward pass changes of it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from roundtable.cluster.parallel.shared_batch_norm import batch_norms
+from roundtable.cluster.parallel.shared_batch_norm import SharedBatchNorm, batch_norms
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,20 @@ class Anatomy:
     def within(self, unit: str) -> tuple[Weight, ...]:
         """The weights of a unit."""
         return tuple(weight for weight in self.weights if weight.name.startswith(f"{unit}."))
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A parameter (`weight`) or buffer of `module` that each forward pass in training writes to.
+
+    `by_batch`: what is written depends on the examples or on random numbers, so that ranks write different
+    values.
+    """
+
+    name: str
+    module: str
+    weight: bool
+    by_batch: bool
 
 
 def dissect(model: nn.Module) -> Anatomy:
@@ -135,11 +153,14 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 
 def _runs(container: nn.Module) -> list[list[str]]:
-    """Keys of two or more equal children in a row that are made of several parts each."""
+    """Keys of two or more equal children in a row that are made of several parts each.
+
+    A child that comes again under another key is the one that it was.
+    """
     runs: list[list[str]] = []
     kind: type | None = None
-    for key, child in container._modules.items():
-        compound = child is not None and next(child.children(), None) is not None
+    for key, child in container.named_children():
+        compound = next(child.children(), None) is not None
         if compound and type(child) is kind:
             runs[-1].append(key)
         else:
@@ -175,3 +196,78 @@ def reached_from(loss: Tensor) -> set[int]:
             found.add(id(node.variable))
         waiting += [following for following, _ in node.next_functions]
     return found
+
+
+class PassWrites:
+    """Follows what a pass writes to the model's own tensors, and whether that came of the batch.
+
+    Without `fake`, where tensors take memory, nothing is followed: what is written counts as of the batch.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, *, fake: bool) -> None:
+        self._model = model
+        self._fake = fake
+        self._names: dict[int, str] = {}
+        self._buffers = {
+            name: each for name, each, _ in _own_tensors(model) if not isinstance(each, nn.Parameter)
+        }
+        for name, tensor, _ in _own_tensors(model):
+            self._names.setdefault(tensor.untyped_storage()._cdata, name)
+        self._written: dict[str, bool] = {}
+        # Storages that depend on the batch, kept so that no other gets the address of one.
+        self._dependent: dict[int, Tensor] = {}
+        for leaf in tree_leaves(batch):
+            self._depends(leaf)
+
+    def _depends(self, value: Any) -> None:
+        if isinstance(value, Tensor) and not value.is_sparse:
+            self._dependent.setdefault(value.untyped_storage()._cdata, value)
+
+    def _is_dependent(self, values: Any) -> bool:
+        storages = (leaf.untyped_storage()._cdata for leaf in tree_leaves(values) if _has_storage(leaf))
+        return not self._fake or any(storage in self._dependent for storage in storages)
+
+    def note(self, operation: Any, args: Any, kwargs: Any, output: Any, *, drawn: bool) -> None:
+        """One operation, once it is done; `drawn`: it took random numbers."""
+        dependent = drawn or self._is_dependent((args, kwargs))
+        if self._fake and dependent:
+            # What normalises over a batch writes its statistics, and its schema does not say so.
+            written = args[3:5] if "batch_norm" in operation._schema.name else ()
+            for leaf in tree_leaves((output, written)):
+                self._depends(leaf)
+        for place, argument in enumerate(operation._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            for leaf in tree_leaves(given):
+                if not _has_storage(leaf):
+                    continue
+                if self._fake and dependent:
+                    self._depends(leaf)
+                name = self._names.get(leaf.untyped_storage()._cdata)
+                if name is not None:
+                    self._written[name] = self._written.get(name, False) or dependent
+
+    def found(self) -> tuple[Rewritten, ...]:
+        """What was written to, and buffers with another tensor in their place."""
+        result = []
+        for name, tensor, module in _own_tensors(self._model):
+            replaced = name in self._buffers and self._buffers[name] is not tensor
+            if name in self._written or replaced:
+                by_batch = self._written.get(name, False) or (replaced and self._is_dependent(tensor))
+                result.append(Rewritten(name, module, isinstance(tensor, nn.Parameter), by_batch))
+        return tuple(result)
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_sparse
+
+
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    """(name, tensor, module) of parameters and buffers, but for those of shared batch normalisation."""
+    for module, part in model.named_modules():
+        prefix = f"{module}." if module else ""
+        for own in (part._parameters, part._buffers):
+            for key, tensor in own.items():
+                if tensor is not None and not (own is part._buffers and isinstance(part, SharedBatchNorm)):
+                    yield prefix + key, tensor, module

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -49,9 +51,9 @@ def checkpoint_blocks(model: nn.Module, blocks: Sequence[str], strategy: Strateg
         for first in range(0, len(blocks), length):
             _BlockRun([(name, model.get_submodule(name)) for name in blocks[first : first + length]])
         return
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"context_fn": _host_drawn_alike}
     if strategy.checkpointing == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+        options["context_fn"] = _selectively
     for name in strategy.checkpointed(blocks):
         parent, _, key = name.rpartition(".")
         owner = model.get_submodule(parent)
@@ -72,6 +74,48 @@ def _without_caches(model: nn.Module) -> None:
 def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     keep = operation in COSTLY
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _HostDraws:
+    """Python's and NumPy's random numbers of a pass that is run again: torch puts back its own alone."""
+
+    def __init__(self) -> None:
+        self._before = _host_generators()
+
+    @contextmanager
+    def again(self) -> Generator[None]:
+        """The pass is run again inside, with the same numbers."""
+        now = _host_generators()
+        _set_host_generators(self._before)
+        try:
+            yield
+        finally:
+            _set_host_generators(now)
+
+
+def _host_generators() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state(legacy=False)
+
+
+def _set_host_generators(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def _host_drawn_alike() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a checkpoint's first pass and of its second."""
+    return nullcontext(), _HostDraws().again()
+
+
+def _selectively() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    first, second = create_selective_checkpoint_contexts(_keep_costly)  # type: ignore[no-untyped-call]
+    return first, _both(_HostDraws().again(), second)
+
+
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Generator[None]:
+    with one, other:
+        yield
 
 
 class _BlockRun:
@@ -100,11 +144,15 @@ class _BlockRun:
             x = block(x, *rest, **options)
         return x
 
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), self._repeating(_HostDraws())
+
     @contextmanager
-    def _repeating(self) -> Generator[None]:
+    def _repeating(self, drawn: _HostDraws) -> Generator[None]:
         self._again = True
         try:
-            yield
+            with drawn.again():
+                yield
         finally:
             self._again = False
 
@@ -116,7 +164,7 @@ class _BlockRun:
             self._run = _checkpoint_without_reentrant_generator(
                 self._forward,
                 True,
-                lambda: (nullcontext(), self._repeating()),
+                self._contexts,
                 "default",
                 False,
                 # The hooks of the last block, those of its shards among them, are to run as well.

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from roundtable.client.training.training_loop import check_loss
-from roundtable.cluster.parallel.anatomy import reached_from
+from roundtable.cluster.parallel.anatomy import PassWrites, Rewritten, reached_from
 from roundtable.cluster.parallel.checkpointing import COSTLY
 from roundtable.cluster.parallel.meta_init import model_on_meta
-from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, SharedBatchNorm, share_batch_norms
+from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.unsaved_constants import constants
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
@@ -65,20 +65,6 @@ class RandomDraw:
     sharded: bool
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """A parameter (`weight`) or buffer of `module` that each forward pass in training writes to.
-
-    `by_batch`: what is written depends on the examples or on random numbers, so that ranks write different
-    values.
-    """
-
-    name: str
-    module: str
-    weight: bool
-    by_batch: bool
-
-
 @dataclass
 class Trace:
     """The record of a forward pass of `examples` examples; `output` is the model's own, in bytes.
@@ -87,7 +73,8 @@ class Trace:
     are in the order of the pass. `normalised` names modules that take statistics over a batch by themselves,
     `unused` the trained parameters that the loss does not depend on. `rewritten` is what the pass changes of
     the model, but for what shared batch normalisation keeps. `arguments` are what each module was first
-    called with: (positional, by name).
+    called with: (positional, by name). `generators` are those of the task's own that were drawn from, with
+    the names of the modules.
     """
 
     examples: int
@@ -100,6 +87,7 @@ class Trace:
     unused: tuple[str, ...] = ()
     rewritten: tuple[Rewritten, ...] = ()
     arguments: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    generators: list[tuple[str, torch.Generator]] = field(default_factory=list)
 
     @cached_property
     def whole_calls(self) -> int:
@@ -194,7 +182,7 @@ def trace(
         return tensor
 
     half = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
-    writes = _Writes(model, fakes, fake=mode is not None)
+    writes = PassWrites(model, fakes, fake=mode is not None)
     recorder = _CallRecorder(stack, result, sharded, writes)
     with mode or nullcontext(), recorder, _named(model, stack, result), half:
         try:
@@ -258,85 +246,12 @@ def _is_weight(module: nn.Module, tensor: Tensor) -> bool:
     return tuple(tensor.shape) in shapes or (tensor.dim() == 2 and tuple(tensor.shape)[::-1] in shapes)
 
 
-class _Writes:
-    """Follows what a pass writes to the model's own tensors, and whether that came of the batch.
-
-    Without `fake`, where tensors take memory, nothing is followed: what is written counts as of the batch.
-    """
-
-    def __init__(self, model: nn.Module, batch: Any, *, fake: bool) -> None:
-        self._model = model
-        self._fake = fake
-        self._names: dict[int, str] = {}
-        self._buffers = {
-            name: each for name, each, _ in _own_tensors(model) if not isinstance(each, nn.Parameter)
-        }
-        for name, tensor, _ in _own_tensors(model):
-            self._names.setdefault(tensor.untyped_storage()._cdata, name)
-        self._written: dict[str, bool] = {}
-        # Storages that depend on the batch, kept so that no other gets the address of one.
-        self._dependent: dict[int, Tensor] = {}
-        for leaf in tree_leaves(batch):
-            self._depends(leaf)
-
-    def _depends(self, value: Any) -> None:
-        if isinstance(value, Tensor) and not value.is_sparse:
-            self._dependent.setdefault(value.untyped_storage()._cdata, value)
-
-    def _is_dependent(self, values: Any) -> bool:
-        storages = (leaf.untyped_storage()._cdata for leaf in tree_leaves(values) if _has_storage(leaf))
-        return not self._fake or any(storage in self._dependent for storage in storages)
-
-    def note(self, operation: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """One operation, once it is done."""
-        dependent = self._is_dependent((args, kwargs)) or draws(operation, args, kwargs)
-        if self._fake and dependent:
-            # What normalises over a batch writes its statistics, and its schema does not say so.
-            written = args[3:5] if "batch_norm" in operation._schema.name else ()
-            for leaf in tree_leaves((output, written)):
-                self._depends(leaf)
-        for place, argument in enumerate(operation._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            for leaf in tree_leaves(given):
-                if not _has_storage(leaf):
-                    continue
-                if self._fake and dependent:
-                    self._depends(leaf)
-                name = self._names.get(leaf.untyped_storage()._cdata)
-                if name is not None:
-                    self._written[name] = self._written.get(name, False) or dependent
-
-    def found(self) -> tuple[Rewritten, ...]:
-        """What was written to, and buffers with another tensor in their place."""
-        result = []
-        for name, tensor, module in _own_tensors(self._model):
-            replaced = name in self._buffers and self._buffers[name] is not tensor
-            if name in self._written or replaced:
-                by_batch = self._written.get(name, False) or (replaced and self._is_dependent(tensor))
-                result.append(Rewritten(name, module, isinstance(tensor, nn.Parameter), by_batch))
-        return tuple(result)
-
-
-def _has_storage(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_sparse
-
-
-def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
-    """(name, tensor, module) of parameters and buffers, but for those of shared batch normalisation."""
-    for module, part in model.named_modules():
-        prefix = f"{module}." if module else ""
-        for own in (part._parameters, part._buffers):
-            for key, tensor in own.items():
-                if tensor is not None and not (own is part._buffers and isinstance(part, SharedBatchNorm)):
-                    yield prefix + key, tensor, module
-
-
 class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the results of costly operations, and of those that take random numbers; tells `writes` all."""
 
-    def __init__(self, stack: list[str], result: Trace, sharded: Callable[[], bool], writes: _Writes) -> None:
+    def __init__(
+        self, stack: list[str], result: Trace, sharded: Callable[[], bool], writes: PassWrites
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes = writes
         self._stack = stack
@@ -347,16 +262,21 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        self._writes.note(func, args, kwargs, output)
+        drawn = draws(func, args, kwargs)
+        self._writes.note(func, args, kwargs, output, drawn=drawn)
         if func in COSTLY:
             size = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
             self._found.products.append(Kept(self._stack[-1], size))
         if _over_batch(func, args):
             self._found.normalised.append(self._stack[-1])
-        if draws(func, args, kwargs):
+        if drawn:
             first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
             shape = () if first is None else tuple(first.shape)
             self._found.draws.append(RandomDraw(self._stack[-1], shape, self._sharded()))
+        own = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator))
+        self._found.generators += [
+            (self._stack[-1], each) for each in own if each is not torch.default_generator
+        ]
         return output
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -49,6 +49,8 @@ def model_on_meta(task: Task, seed: int = 0) -> nn.Module:
     with without_weights(derive_seed(seed, "model")):
         model = task.model()
     _check_kind(task, model)
+    # As for training: a model's own train() may keep some of its layers in evaluation.
+    model.train()
     seen: dict[tuple[int, int], str] = {}
     for name, parameter in model.named_parameters():
         place = parameter.untyped_storage()._cdata, int(parameter.storage_offset())
@@ -93,6 +95,20 @@ def shared_memory(first: str, second: str) -> TaskError:
         f"{first} and {second} share their memory but are two parameters, which a cluster cannot keep "
         "together; make them one: set the same nn.Parameter in both modules"
     )
+
+
+def check_same_tensors(made: Iterable[str], real: Iterable[str]) -> None:
+    """Raises TaskError where a model made without weights has tensors of other names than the real one.
+
+    What computes with weights while it is made (torch's `orthogonal`) may leave a tensor out where they have
+    no values.
+    """
+    here = set(made)
+    if odd := min(here.symmetric_difference(real), default=None):
+        raise TaskError(
+            f"model() makes {odd} {'only' if odd in here else 'not'} where weights have no values yet, as on "
+            "a cluster's ranks; make it of shapes alone, and leave values to what is loaded"
+        )
 
 
 def tied_names(model: nn.Module) -> list[tuple[str, str]]:

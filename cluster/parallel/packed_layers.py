@@ -29,8 +29,12 @@ def is_transposed(layer: object) -> bool:
 
 
 def is_dense(layer: object) -> bool:
-    """Whether it multiplies by its weight, of which columns and rows can be split."""
-    return isinstance(layer, nn.Linear) or is_transposed(layer)
+    """Whether it multiplies by its weight, of which columns and rows can be split.
+
+    Not where the weight is computed from other parameters (torch's parametrizations): those are no columns.
+    """
+    owned = isinstance(layer, nn.Module) and isinstance(layer._parameters.get("weight"), nn.Parameter)
+    return owned and (isinstance(layer, nn.Linear) or is_transposed(layer))
 
 
 def output_dimension(layer: nn.Module) -> int:

@@ -33,12 +33,12 @@ class MicroBatch:
 
 
 def batch_norms(model: nn.Module) -> tuple[str, ...]:
-    """Names of the layers that take statistics over a batch."""
+    """Names of the layers that take statistics over a batch; not those that the model keeps in evaluation."""
     return tuple(
         name
         for name, module in model.named_modules()
-        if isinstance(module, (_BatchNorm, SharedBatchNorm))
-        or (isinstance(module, _InstanceNorm) and module.track_running_stats)
+        if (isinstance(module, _BatchNorm) and (module.training or module.running_mean is None))
+        or (isinstance(module, _InstanceNorm) and module.track_running_stats and module.training)
     )
 
 
@@ -49,15 +49,19 @@ def share_batch_norms(model: nn.Module, group: dist.ProcessGroup | None, current
     """
     if group is not None:
         for name in batch_norms(model):
-            if type(model.get_submodule(name)) not in (*_KINDS, SharedBatchNorm):
+            layer = model.get_submodule(name)
+            if type(layer) not in _KINDS and not isinstance(layer, SharedBatchNorm):
                 raise TaskError(own_way(name))
-    made: dict[nn.Module, SharedBatchNorm] = {}
-    for owner in list(model.modules()):
-        for key, part in owner._modules.items():
-            if isinstance(part, _BatchNorm) and type(part) in _KINDS:
-                if part not in made:
-                    made[part] = SharedBatchNorm(part, group, current)
-                owner._modules[key] = made[part]
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm) and type(layer) in _KINDS:
+            share(layer, group, current)
+
+
+def share(layer: _BatchNorm, group: dist.ProcessGroup | None, current: MicroBatch) -> None:
+    """Makes a layer one with shared statistics; it stays what it is, with its hooks and attributes."""
+    layer.__class__ = _SHARED_KINDS[type(layer)]
+    assert isinstance(layer, SharedBatchNorm)
+    layer._group, layer._current = group, current
 
 
 def own_way(name: str) -> str:
@@ -81,34 +85,19 @@ def refuse_parts(layers: Sequence[str], strategy: Strategy, batch_size: int) -> 
     )
 
 
-class SharedBatchNorm(nn.Module):
-    """A batch normalisation layer whose statistics are those of a group of ranks.
+class SharedBatchNorm(_BatchNorm):
+    """A batch normalisation layer whose statistics are those of a group of ranks, as `share` makes one.
 
-    Parameters and buffers keep their names. What checkpointing runs again changes no running statistics.
+    What checkpointing runs again changes no running statistics.
     """
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
-
-    def __init__(self, layer: _BatchNorm, group: dist.ProcessGroup | None, current: MicroBatch) -> None:
-        super().__init__()
-        self.eps = layer.eps
-        self.momentum = layer.momentum
-        self.register_parameter("weight", layer.weight)
-        self.register_parameter("bias", layer.bias)
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(layer, name))
-        self._check_shape: Any = getattr(layer, "_check_input_dim", lambda x: None)
-        self._group = group
-        self._current = current
+    _group: dist.ProcessGroup | None
+    _current: MicroBatch
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         """[batch, channels, ...] → the same shape. Collective in training; TaskError for a single value."""
-        self._check_shape(x)
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
         if not self.training:
             batch = self.running_mean is None
             # Shards gather weights in bfloat16 beside statistics in float32, a mixture that no kernel takes.
@@ -140,6 +129,12 @@ class SharedBatchNorm(nn.Module):
         unbiased = variance * (count / (count - 1))
         self.running_mean.copy_((1 - share) * self.running_mean + share * mean)
         self.running_var.copy_((1 - share) * self.running_var + share * unbiased)
+
+
+_SHARED_KINDS: dict[type[_BatchNorm], type[_BatchNorm]] = {
+    kind: type(f"Shared{kind.__name__}", (SharedBatchNorm, kind), {}) for kind in _KINDS
+}
+"""Classes of layers that code which asks for their kind still finds."""
 
 
 class _Normalise(torch.autograd.Function):

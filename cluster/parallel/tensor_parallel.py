@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from torch import Tensor, nn
 
@@ -214,9 +214,9 @@ def _ends(model: nn.Module, anatomy: Anatomy, order: list[str]) -> dict[str, Sty
     styles: dict[str, Style] = {}
     for index, name in enumerate(order):
         module = model.get_submodule(name)
-        if index < first and isinstance(module, nn.Embedding) and module.padding_idx is None:
+        if index < first and _is_table(module) and module.padding_idx is None:
             styles[name] = "vocabulary"
-        if index > final and isinstance(module, nn.Linear):
+        if index > final and isinstance(module, nn.Linear) and is_dense(module):
             styles[name] = "head"
     for group in _tied_layers(anatomy):
         split = [name for name in group if name in styles]
@@ -227,6 +227,10 @@ def _ends(model: nn.Module, anatomy: Anatomy, order: list[str]) -> dict[str, Sty
         elif split:
             styles.update(dict.fromkeys(idle, "vocabulary"))
     return styles
+
+
+def _is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    return isinstance(module, nn.Embedding) and "weight" in module._parameters
 
 
 def _tied_layers(anatomy: Anatomy) -> list[list[str]]:

@@ -6,7 +6,7 @@ The operations are the base of utilisation and, with the other two, of a step's 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import add
@@ -20,6 +20,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typing_extensions import override
 
 from roundtable.cluster.parallel.forward_trace import fake_model, quietly
+from roundtable.cluster.parallel.strategy import by_entry, cannot_code_state, take_kernels
+from roundtable.core.errors import ConfigError
 from roundtable.core.task import Task
 
 _ATEN = torch.ops.aten
@@ -272,3 +274,55 @@ _KERNELS: dict[Any, Any] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _forward_kernel,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _backward_kernel,
 }
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Bytes of state for each byte of parameters, a step's work, is it the task's own, is it `by_entry`, and
+    why its state cannot be in 8 bits.
+
+    The work is the bytes that a step moves for each byte of gradients, and its calls for each parameter.
+    """
+
+    factor: float
+    work: PassWork
+    own: bool
+    by_entry: bool
+    cannot_code: str = ""
+
+
+def optimizer_cost(task: Task) -> OptimizerCost:
+    """What the task's optimizer costs, found on a small parameter.
+
+    Plain SGD, which is the default, reads the gradient and reads and writes the parameter. Raises ConfigError
+    for an optimizer whose state is in tensors of a kind of its own.
+    """
+    make: Callable[[Iterable[nn.Parameter]], Any] | None = getattr(task, "optimizer", None)
+    parameter = nn.Parameter(torch.zeros(4096))
+    optimizer = make([parameter]) if make is not None else None
+    if optimizer is None:
+        return OptimizerCost(0.0, PassWork(moved=3.0, calls=1.0), own=False, by_entry=True)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+    own = next((type(value) for value in states if type(value) not in (Tensor, nn.Parameter)), None)
+    if own is not None:
+        raise ConfigError(
+            f"the task's optimizer {type(optimizer).__name__} keeps its state in tensors of its own kind "
+            f"({own.__name__}), which no checkpoint of a cluster can hold; use one with plain tensors, such "
+            "as AdamW, with optimizer_bits = 8 or offload_optimizer = true where its state does not fit"
+        )
+    size = parameter.nbytes
+    factor = sum(value.nbytes for value in states if value.numel() > 1) / size
+    if by_entry(optimizer):
+        take_kernels(optimizer)
+    recorder = OperatorRecorder(nn.Module())
+    with recorder:
+        optimizer.step()
+    work = sum(recorder.found(1)[0].values(), PassWork())
+    # A fused kernel writes what it reads, weights and state, and gives nothing back that could be counted.
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    cost = PassWork(moved=3.0 + 2.0 * factor, calls=1.0)
+    if not fused:
+        cost = PassWork(moved=(work.moved + work.carried) / size, calls=work.calls)
+    return OptimizerCost(factor, cost, True, by_entry(optimizer), cannot_code_state(optimizer))

@@ -6,9 +6,8 @@ import os
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
 from roundtable.cluster.parallel.experts import Experts, MixtureOfExperts
 from roundtable.cluster.parallel.forward_trace import NotTraceable, Trace, fake_model, quietly, trace, unheard
-from roundtable.cluster.parallel.meta_init import model_on_meta
+from roundtable.cluster.parallel.meta_init import check_same_tensors, model_on_meta
 from roundtable.cluster.parallel.packed_layers import inputs_of_layer, outputs_of, take_inputs, take_outputs
 from roundtable.cluster.parallel.pipeline_stages import (
     FixedOutput,
@@ -38,12 +37,12 @@ from roundtable.cluster.parallel.pipeline_stages import (
 )
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.split_attention import split_attention
-from roundtable.cluster.parallel.strategy import Strategy, by_entry, cannot_code_state, take_kernels
+from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
-from roundtable.cluster.plan.arithmetic import OperatorRecorder, PassWork, count_work
+from roundtable.cluster.plan.arithmetic import count_work, optimizer_cost
 from roundtable.cluster.plan.memory_estimate import ModelProbe
-from roundtable.core.errors import ConfigError, RoundtableError, TaskError
+from roundtable.core.errors import RoundtableError, TaskError
 from roundtable.core.task import Task, initial_state
 
 _DEGREES = (2, 4, 8, 16)
@@ -120,6 +119,7 @@ def probe_model(
 def _traced(task: Task, batch: Any, bfloat16: bool) -> tuple[FakeTensorMode | None, nn.Module, Trace, str]:
     """(the mode, None where the model is real, the model, its trace, what some passes do not call)."""
     mode, model = fake_model(task)
+    names = tuple(model.state_dict())
     try:
         with quietly(), isolated_randomness(0, _CPU):
             before = _host_generators()
@@ -134,6 +134,7 @@ def _traced(task: Task, batch: Any, bfloat16: bool) -> tuple[FakeTensorMode | No
             raise NotTraceable(_said(task, error)) from error
     made = initial_state(task, 0)
     assert isinstance(made, nn.Module)
+    check_same_tensors(names, made.state_dict())
     share_batch_norms(made, None, MicroBatch())
     with isolated_randomness(0, _CPU):
         traced = _settled(trace(task, None, made, batch, bfloat16), task, None, made, batch)
@@ -146,9 +147,21 @@ def _host_generators() -> str:
 
 
 def _settled(traced: Trace, task: Task, mode: FakeTensorMode | None, model: nn.Module, batch: Any) -> Trace:
-    """The trace with what every pass changes: tables that the first one alone makes are no change."""
-    if traced.rewritten:
-        traced.rewritten = trace(task, mode, model, batch).rewritten
+    """The trace with what every pass changes: tables that the first one alone makes are no change.
+
+    Raises TaskError where two passes draw from one generator of the task's own.
+    """
+    if not traced.rewritten and not traced.generators:
+        return traced
+    second = trace(task, mode, model, batch)
+    traced.rewritten = second.rewritten
+    kept = [id(each) for _, each in traced.generators]
+    if own := next((name for name, each in second.generators if id(each) in kept), None):
+        raise TaskError(
+            f"{own or 'the loss'} draws random numbers from a generator of its own, which knows neither "
+            "steps nor ranks: a round that is done again, and a block that is computed again, would draw "
+            "others; draw from torch's default generator, which is seeded for each step"
+        )
     return traced
 
 
@@ -238,58 +251,6 @@ def example_batch(data: Any, examples: int = 3) -> Any:
     if count_examples(data) == 0:
         raise TaskError("the silo has no training examples, so what a batch is made of cannot be seen")
     return next(iter(ordered_batches(data, examples))).data
-
-
-@dataclass(frozen=True)
-class OptimizerCost:
-    """Bytes of state for each byte of parameters, a step's work, is it the task's own, is it `by_entry`, and
-    why its state cannot be in 8 bits.
-
-    The work is the bytes that a step moves for each byte of gradients, and its calls for each parameter.
-    """
-
-    factor: float
-    work: PassWork
-    own: bool
-    by_entry: bool
-    cannot_code: str = ""
-
-
-def optimizer_cost(task: Task) -> OptimizerCost:
-    """What the task's optimizer costs, found on a small parameter.
-
-    Plain SGD, which is the default, reads the gradient and reads and writes the parameter. Raises ConfigError
-    for an optimizer whose state is in tensors of a kind of its own.
-    """
-    make: Callable[[Iterable[nn.Parameter]], Any] | None = getattr(task, "optimizer", None)
-    parameter = nn.Parameter(torch.zeros(4096))
-    optimizer = make([parameter]) if make is not None else None
-    if optimizer is None:
-        return OptimizerCost(0.0, PassWork(moved=3.0, calls=1.0), own=False, by_entry=True)
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    states = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
-    own = next((type(value) for value in states if type(value) not in (Tensor, nn.Parameter)), None)
-    if own is not None:
-        raise ConfigError(
-            f"the task's optimizer {type(optimizer).__name__} keeps its state in tensors of its own kind "
-            f"({own.__name__}), which no checkpoint of a cluster can hold; use one with plain tensors, such "
-            "as AdamW, with optimizer_bits = 8 or offload_optimizer = true where its state does not fit"
-        )
-    size = parameter.nbytes
-    factor = sum(value.nbytes for value in states if value.numel() > 1) / size
-    if by_entry(optimizer):
-        take_kernels(optimizer)
-    recorder = OperatorRecorder(nn.Module())
-    with recorder:
-        optimizer.step()
-    work = sum(recorder.found(1)[0].values(), PassWork())
-    # A fused kernel writes what it reads, weights and state, and gives nothing back that could be counted.
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    cost = PassWork(moved=3.0 + 2.0 * factor, calls=1.0)
-    if not fused:
-        cost = PassWork(moved=(work.moved + work.carried) / size, calls=work.calls)
-    return OptimizerCost(factor, cost, True, by_entry(optimizer), cannot_code_state(optimizer))
 
 
 def cannot_split(

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.apply_strategy import apply_strategy, present_blocks, replicate
 from roundtable.cluster.parallel.meshes import Meshes
-from roundtable.cluster.parallel.meta_init import check_shared_memory, model_on_meta
+from roundtable.cluster.parallel.meta_init import check_same_tensors, check_shared_memory, model_on_meta
 from roundtable.cluster.parallel.pipeline_stages import (
     Pipeline,
     keep_only,
@@ -117,6 +117,7 @@ class Replica:
         values = shared_constants(self._task, made[0], self._seed, self.device)
         for index, model in enumerate(made):
             set_constants(model, values)
+            check_same_tensors(model.state_dict(), (spec.name for spec in self._layout.model.tensors))
             check_shared_memory(model, self._layout)
             anatomy: Anatomy = dissect(model)
             if anatomy.batch_norms and not self._plain:

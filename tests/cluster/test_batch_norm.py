@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.choice.planner import make_plan
-from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, SharedBatchNorm, share_batch_norms
+from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share, share_batch_norms
 from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
@@ -143,7 +143,8 @@ def test_what_is_no_statistic_is_refused() -> None:
         share_batch_norms(own, object(), MicroBatch())  # type: ignore[arg-type]
     share_batch_norms(own, None, MicroBatch())
     assert isinstance(own[0], OwnKind)
-    layer = SharedBatchNorm(nn.BatchNorm1d(3), None, MicroBatch())
+    layer = nn.BatchNorm1d(3)
+    share(layer, None, MicroBatch())
     with pytest.raises(TaskError, match="one value of each channel"):
         layer(torch.ones(1, 3))
     with pytest.raises(ValueError, match="2D or 3D"):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.agent.preflight import check_endpoint, check_interface, main
-from roundtable.cluster.plan.model_probe import optimizer_cost
+from roundtable.cluster.plan.arithmetic import optimizer_cost
 from roundtable.cluster.train.loss_guard import CheckpointTimes, LossGuard, Milestones, NormGuard
 from roundtable.cluster.train.orders import Advice
 from roundtable.core.errors import ConfigError

@@ -15,16 +15,22 @@ from odd_models import (
     Late,
     LeftOut,
     Odd,
+    Rows,
     RunningMean,
     Words,
+    active,
     by_torch,
+    drawn_by_host,
     instance_norm,
     job,
+    normed_weight,
+    repeated,
+    resting,
     spectral,
     trained,
 )
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from roundtable.client.policy.cluster_table import ClusterTable
@@ -97,12 +103,59 @@ def test_what_is_exact_or_chosen_is_allowed() -> None:
 def test_ranks_have_one_process_s_weights_and_each_other_s() -> None:
     whole = plan("zero2", 4, fsdp=2)
     chance = plan("ddp", 2, dp=2)
-    cases = [(spectral, whole), (Clamped, plan("ddp", 4, dp=2)), (by_torch, replace(chance, unused=True))]
-    first, second = run_ranks(trained, 2, cases)
-    assert [gap < 1e-12 for _, gap in first[:2]] == [True, True]
+    ddp, shards = plan("ddp", 4, dp=2), plan("zero3", 2, fsdp=2)
+    exact = [
+        (spectral, whole),
+        (Clamped, ddp),
+        (active, ddp),
+        (resting, shards),
+        (repeated, replace(shards, checkpointing="sqrt")),
+        (normed_weight, replace(shards, checkpointing="selective")),
+    ]
+    kinds = ("none", "every", "sqrt", "selective")
+    drawn = [(drawn_by_host, replace(ddp, checkpointing=kind)) for kind in kinds]
+    first, second = run_ranks(trained, 2, [*exact, (by_torch, replace(chance, unused=True)), *drawn])
+    assert [gap < 1e-12 for _, gap in first[: len(exact)]] == [True] * len(exact)
     # Each rank leaves out other layers: only their mean can be compared.
-    weights, others = first[2][0], second[2][0]
+    weights, others = first[len(exact)][0], second[len(exact)][0]
     assert all(torch.equal(weights[name], others[name]) for name in weights)
+    # What Python and NumPy draw is the same in a block that is computed again.
+    kept, *again = (weights for weights, _ in first[len(exact) + 1 :])
+    assert [all(torch.equal(each[name], kept[name]) for name in kept) for each in again] == [True] * 3
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._chance = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(12, generator=self._chance, dtype=x.dtype)
+
+
+class MadeAnew(nn.Linear):
+    """Draws the same numbers in each pass: they are a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chance = torch.Generator().manual_seed(1)
+        return super().forward(x * torch.rand(12, generator=chance, dtype=x.dtype))
+
+
+def test_whose_random_numbers_nobody_can_draw_again_are_refused() -> None:
+    with pytest.raises(TaskError, match="between draws random numbers from a generator of its own"):
+        looked_over(Odd(lambda: Rows(OwnGenerator())))
+    assert planned(Odd(lambda: MadeAnew(12, 4)), data_parallel="ddp").mesh.dp == 2
+
+
+def test_a_tensor_that_is_missing_where_weights_have_no_values_is_named() -> None:
+    with pytest.raises(TaskError, match=r"makes 0\.parametrizations\.weight\.0\.base not where weights"):
+        looked_over(Odd(lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(12, 4)))))
+
+
+def test_layers_whose_weights_are_computed_are_planned_and_stay_whole() -> None:
+    probe = looked_over(Odd(normed_weight))
+    assert "0.0" not in probe.tensor_parallel.styles
+    assert probe.tensor_parallel.styles["1.0"] == "column"
 
 
 def test_what_must_run_at_once_is_not_halved_when_memory_ran_out() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from architectures import CLASSES, EXAMPLES, Table
 from torch import Tensor, nn
@@ -78,6 +80,44 @@ class LeftOut(nn.Module):
         return self.head(x)
 
 
+class Rows(nn.Module):
+    """Layers over rows with a residual, `between` each: the first two come again."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        one, two = (nn.Sequential(nn.Linear(_ROWS, _ROWS), nn.Tanh()) for _ in range(2))
+        self.layers = nn.ModuleList([one, two, one, two])
+        self.between = between
+        self.head = nn.Linear(_ROWS, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(self.between(x))
+        return self.head(x)
+
+
+class Normed(nn.Module):
+    """Asks its batch normalisation what it is, as code does that keeps it in evaluation; it has a hook."""
+
+    def __init__(self, *, rests: bool) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(_ROWS, 16), nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, CLASSES)
+        self.norm.register_forward_hook(lambda module, inputs, output: output * 2)
+        self._rests = rests
+
+    def train(self, mode: bool = True) -> Normed:
+        super().train(mode)
+        for module in self.modules():
+            if self._rests and isinstance(module, nn.BatchNorm1d):
+                module.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.body(x))
+        return self.head(F.relu(x) / self.norm.num_features)
+
+
 class Odd(Table):
     """A task with such a model; `loss` may be another."""
 
@@ -114,6 +154,40 @@ def instance_norm() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (3, 4)), layer, nn.Flatten(), nn.Linear(_ROWS, CLASSES))
 
 
+class _Scaled(nn.Module):
+    """Multiplies by a number that Python draws, and a layer's weights by it too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x * (random.random() + np.random.rand())))
+
+
+def drawn_by_host() -> nn.Module:
+    return nn.Sequential(*(_Scaled(_ROWS) for _ in range(4)), nn.Linear(_ROWS, CLASSES))
+
+
+def repeated() -> nn.Module:
+    return Rows(nn.Identity())
+
+
+def resting() -> nn.Module:
+    return Normed(rests=True)
+
+
+def active() -> nn.Module:
+    return Normed(rests=False)
+
+
+def normed_weight() -> nn.Module:
+    blocks = (nn.Sequential(nn.Linear(_ROWS, 24), nn.ReLU(), nn.Linear(24, _ROWS)) for _ in range(2))
+    model = nn.Sequential(*blocks, nn.Linear(_ROWS, CLASSES))
+    nn.utils.parametrizations.weight_norm(model[0][0])
+    return model
+
+
 def by_torch() -> nn.Module:
     return LeftOut(lambda: torch.rand(()))
 
@@ -135,7 +209,8 @@ def trained(rank: int, cases: list[tuple[Any, Strategy]]) -> list[tuple[dict[str
         data, _ = task.data(Site("silo"))
         meshes = Meshes(strategy.mesh, "cpu")
         trainer = RankTrainer(task, job(), layout, strategy, meshes, torch.device("cpu"), "silo")
-        trainer.load(start.clone(), {})
+        whole = {name: each for name, each in model.state_dict().items() if not each.is_floating_point()}
+        trainer.load(start.clone(), whole)
         trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), lambda report: None)
         train(task, model, data, LocalWork(job(), layout, start, 1, "silo"))
         alone = dict(model.named_parameters())
@@ -143,6 +218,6 @@ def trained(rank: int, cases: list[tuple[Any, Strategy]]) -> list[tuple[dict[str
             name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
             for name, each in trainer.replica.tensors()
         }
-        gap = max(float((own[name] - each).abs().max()) for name, each in alone.items())
+        gap = max(float((own[name] - each).detach().abs().max()) for name, each in alone.items())
         found.append((own, gap))
     return found
