@@ -23,7 +23,7 @@ from roundtable.core.paths import AnyPath
 from roundtable.core.plugins.calls import check_parameters, place_of
 from roundtable.core.plugins.code_hash import hash_of_code
 from roundtable.core.plugins.doors import described, import_file, import_module
-from roundtable.core.seeds import derive_seed
+from roundtable.core.seeds import derive_seed, isolated_randomness
 from roundtable.core.tables.silo_tables import SiloTables
 from roundtable.core.tables.standardise_table import StandardiseTable
 from roundtable.core.tables.table_reading import DataTable
@@ -331,9 +331,11 @@ def _find(reference: str, folder: Path) -> Any:
 
 
 def initial_state(task: AnyTask, seed: int) -> nn.Module | dict[str, Tensor]:
-    """The task's model (or arrays as tensors) with the weights that `seed` gives, the same anywhere."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "model"))
+    """The task's model (or arrays as tensors) with the weights that `seed` gives, the same anywhere.
+
+    Numbers that it draws from Python's and NumPy's generators follow from it too.
+    """
+    with isolated_randomness(derive_seed(seed, "model"), torch.device("cpu")):
         if isinstance(task, ArrayTask):
             return {name: _tensor_of(task, name, value) for name, value in task.weights().items()}
         model = task.model()

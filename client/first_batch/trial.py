@@ -24,11 +24,10 @@ from roundtable.client.training.loaders import base_of, collate_of, drops_last
 from roundtable.client.training.local_training import split_data
 from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.metrics import Metrics, checked
-from roundtable.client.training.module_state import isolated_randomness, seed_all
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import NoExamples, TaskError
-from roundtable.core.seeds import derive_seed
+from roundtable.core.seeds import derive_seed, isolated_randomness, seed_all
 from roundtable.core.task import ArrayTask, Site, Task, in_context, initial_state
 
 _CPU = torch.device("cpu")

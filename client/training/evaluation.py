@@ -19,10 +19,10 @@ from roundtable.client.training.batches import Batch, asking, ordered_batches
 from roundtable.client.training.local_training import local_of, module_of
 from roundtable.client.training.local_work import BeforeBatch
 from roundtable.client.training.metrics import Counts, Metrics, add, checked
-from roundtable.client.training.module_state import borrowed, isolated_randomness, seed_all
+from roundtable.client.training.module_state import borrowed
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.layout import Layout
-from roundtable.core.seeds import derive_seed
+from roundtable.core.seeds import derive_seed, isolated_randomness, seed_all
 from roundtable.core.task import AnyTask, ArrayTask, in_context
 
 Prepare = Callable[[nn.Module], None]

@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
-from roundtable.client.training.module_state import isolated_randomness
 from roundtable.core.errors import TaskError
 from roundtable.core.plugins.folder_imports import FilesFirst
+from roundtable.core.seeds import isolated_randomness
 
 Collate = Callable[[list[Any]], Any]
 _CPU = torch.device("cpu")

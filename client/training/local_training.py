@@ -22,7 +22,7 @@ from roundtable.client.training.arrays import arrays_of, fit_result, state_of
 from roundtable.client.training.batches import Batch, asking, ordered_batches
 from roundtable.client.training.local_work import BeforeBatch, Execution, LocalUpdate, LocalWork
 from roundtable.client.training.micro_batches import CannotSplit
-from roundtable.client.training.module_state import borrowed, isolated_randomness, outside
+from roundtable.client.training.module_state import borrowed, outside
 from roundtable.client.training.optimizer_state import restore_state, state_tensors
 from roundtable.client.training.private_training import (
     SumRelease,
@@ -40,7 +40,7 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, PrivacyError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, NoPrivacy, OwnNoise
-from roundtable.core.seeds import derive_seed
+from roundtable.core.seeds import derive_seed, isolated_randomness
 from roundtable.core.task import AnyTask, ArrayTask, Site, Task, in_context
 
 

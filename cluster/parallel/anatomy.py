@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from roundtable.cluster.parallel.meta_init import plain_attributes
 from roundtable.cluster.parallel.shared_batch_norm import SharedBatchNorm, batch_norms
 
 
@@ -72,13 +73,14 @@ class Rewritten:
     """A parameter (`weight`) or buffer of `module` that each forward pass in training writes to.
 
     `by_batch`: what is written depends on the examples or on random numbers, so that ranks write different
-    values.
+    values. `numbers` are those of Python that it was last computed with: of how many examples there are.
     """
 
     name: str
     module: str
     weight: bool
     by_batch: bool
+    numbers: tuple[float, ...] = ()
 
 
 def dissect(model: nn.Module) -> Anatomy:
@@ -214,10 +216,19 @@ class PassWrites:
         for name, tensor, _ in _own_tensors(model):
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
         self._written: dict[str, bool] = {}
+        self._numbers: dict[str, tuple[float, ...]] = {}
+        # What was computed of the model's own tensors, kept so that no other gets its address: with numbers.
+        self._computed: dict[int, tuple[Tensor, tuple[float, ...]]] = {}
+        # What code has set on modules: no change where nobody reads it before it is set anew.
+        self._attributes = {name: each for name, each in attributes_of(model).items() if _has_storage(each)}
+        self._read: set[str] = set()
         # Storages that depend on the batch, kept so that no other gets the address of one.
         self._dependent: dict[int, Tensor] = {}
         for leaf in tree_leaves(batch):
             self._depends(leaf)
+        # One that is the batch itself would be read with it.
+        places = {_place(value): name for name, value in self._attributes.items()}
+        self._attribute_of = {at: name for at, name in places.items() if at not in self._dependent}
 
     def _depends(self, value: Any) -> None:
         if isinstance(value, Tensor) and not value.is_sparse:
@@ -230,6 +241,13 @@ class PassWrites:
     def note(self, operation: Any, args: Any, kwargs: Any, output: Any, *, drawn: bool) -> None:
         """One operation, once it is done; `drawn`: it took random numbers."""
         dependent = drawn or self._is_dependent((args, kwargs))
+        given = tree_leaves((args, kwargs))
+        storages = [leaf.untyped_storage()._cdata for leaf in given if _has_storage(leaf)]
+        self._read.update(self._attribute_of[each] for each in storages if each in self._attribute_of)
+        numbers = tuple(leaf for leaf in given if isinstance(leaf, (int, float)))
+        if any(each in self._names or each in self._attribute_of for each in storages) and not dependent:
+            for leaf in filter(_has_storage, tree_leaves(output)):
+                self._computed[leaf.untyped_storage()._cdata] = leaf, numbers
         if self._fake and dependent:
             # What normalises over a batch writes its statistics, and its schema does not say so.
             written = args[3:5] if "batch_norm" in operation._schema.name else ()
@@ -244,22 +262,50 @@ class PassWrites:
                     continue
                 if self._fake and dependent:
                     self._depends(leaf)
-                name = self._names.get(leaf.untyped_storage()._cdata)
+                place = leaf.untyped_storage()._cdata
+                name = self._names.get(place) or self._attribute_of.get(place)
                 if name is not None:
                     self._written[name] = self._written.get(name, False) or dependent
+                    self._numbers[name] = numbers
 
     def found(self) -> tuple[Rewritten, ...]:
-        """What was written to, and buffers with another tensor in their place."""
+        """What was written to, and buffers with another tensor in their place.
+
+        So are attributes that a pass reads and sets anew, such as the state of a recurrent model.
+        """
         result = []
         for name, tensor, module in _own_tensors(self._model):
             replaced = name in self._buffers and self._buffers[name] is not tensor
             if name in self._written or replaced:
                 by_batch = self._written.get(name, False) or (replaced and self._is_dependent(tensor))
-                result.append(Rewritten(name, module, isinstance(tensor, nn.Parameter), by_batch))
+                numbers = self._computed[_place(tensor)][1] if _place(tensor) in self._computed else ()
+                numbers = self._numbers.get(name, numbers)
+                weight = isinstance(tensor, nn.Parameter)
+                result.append(Rewritten(name, module, weight, by_batch, numbers))
+        for name, value in attributes_of(self._model).items():
+            if name in self._written or (name in self._read and self._attributes[name] is not value):
+                numbers = self._computed[_place(value)][1] if _place(value) in self._computed else ()
+                by_batch = self._written.get(name, False) or self._is_dependent(value)
+                numbers = self._numbers.get(name, numbers)
+                result.append(Rewritten(name, name.rpartition(".")[0], False, by_batch, numbers))
         return tuple(result)
 
 
-def _has_storage(value: Any) -> bool:
+def attributes_of(model: nn.Module) -> dict[str, Any]:
+    """Numbers and tensors that code has set on modules, by name."""
+    return {
+        f"{module}.{key}" if module else key: value
+        for module, part in model.named_modules()
+        for key, value in plain_attributes(part)
+        if type(value) in (int, float) or isinstance(value, Tensor)
+    }
+
+
+def _place(value: object) -> int:
+    return value.untyped_storage()._cdata if _has_storage(value) else 0
+
+
+def _has_storage(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and not value.is_sparse
 
 

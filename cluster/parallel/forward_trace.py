@@ -6,9 +6,9 @@ Nothing is materialised: parameters, batch and activations are fake tensors, whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from roundtable.client.training.training_loop import check_loss
-from roundtable.cluster.parallel.anatomy import PassWrites, Rewritten, reached_from
+from roundtable.cluster.parallel.anatomy import PassWrites, Rewritten, attributes_of, reached_from
 from roundtable.cluster.parallel.checkpointing import COSTLY
 from roundtable.cluster.parallel.meta_init import model_on_meta
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
-from roundtable.cluster.parallel.unsaved_constants import constants
+from roundtable.cluster.parallel.unsaved_constants import empty_constants
 from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
 
@@ -129,9 +129,7 @@ def fake_model(task: Task, dtype: torch.dtype | None = None) -> tuple[FakeTensor
     share_batch_norms(model, None, MicroBatch())
     made: dict[int, nn.Parameter] = {}
     with mode:
-        for each in constants(model):
-            if each.value.is_meta:
-                each.holder[each.key] = torch.empty(each.value.shape, dtype=kind(each.value))
+        empty_constants(model, kind)
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -200,6 +198,73 @@ def trace(
     result.unused = tuple(name for name, p in parameters if p.requires_grad and id(p) not in reached)
     result.rewritten = writes.found()
     return result
+
+
+def settled_trace(
+    task: Task, mode: FakeTensorMode | None, model: nn.Module, batch: Any, bfloat16: bool = False
+) -> Trace:
+    """The trace with what every pass changes: tables that the first one alone makes are no change.
+
+    Raises TaskError where two passes draw from one generator of the task's own.
+    """
+    before = attributes_of(model)
+    traced = trace(task, mode, model, batch, bfloat16)
+    after = attributes_of(model)
+    same = before.keys() == after.keys() and all(_alike(each, after[name]) for name, each in before.items())
+    if same and not traced.rewritten and not traced.generators:
+        return traced
+    second = trace(task, mode, model, batch)
+    kept = [id(each) for _, each in traced.generators]
+    if own := next((name for name, each in second.generators if id(each) in kept), None):
+        raise TaskError(
+            f"{own or 'the loss'} draws random numbers from a generator of its own, which knows neither "
+            "steps nor ranks: a round that is done again, and a block that is computed again, would draw "
+            "others; draw from torch's default generator, which is seeded for each step"
+        )
+    counted = {
+        name: value
+        for name, value in after.items()
+        if not isinstance(value, Tensor) and attributes_of(model).get(name) != value
+    }
+    numbers = [Rewritten(name, name.rpartition(".")[0], weight=False, by_batch=False) for name in counted]
+    traced.rewritten = (*second.rewritten, *numbers)
+    if traced.rewritten and traced.examples > 1:
+        traced.rewritten = _by_examples(
+            traced, counted, lambda fewer: trace(task, mode, model, fewer), model, batch
+        )
+    return traced
+
+
+def _by_examples(
+    traced: Trace, counted: Mapping[str, float], again: Callable[[Any], Trace], model: nn.Module, batch: Any
+) -> tuple[Rewritten, ...]:
+    """What a pass changes, told of another with an example less whether it depends on how many there are."""
+    reached = attributes_of(model)
+    for name, value in counted.items():
+        owner, _, key = name.rpartition(".")
+        vars(model.get_submodule(owner))[key] = value
+
+    def without_last(tensor: Tensor) -> Tensor:
+        return tensor[:-1] if tensor.dim() and len(tensor) == traced.examples else tensor
+
+    try:
+        found = again(tree_map_only(Tensor, without_last, batch))
+    except Exception:  # noqa: BLE001 - a loss may want batches of one length
+        return traced.rewritten
+    fewer, now = {each.name: each.numbers for each in found.rewritten}, attributes_of(model)
+    return tuple(
+        replace(
+            each,
+            by_batch=each.by_batch
+            or fewer.get(each.name, each.numbers) != each.numbers
+            or (each.name in counted and now[each.name] != reached[each.name]),
+        )
+        for each in traced.rewritten
+    )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return one is other or (not isinstance(one, Tensor) and bool(one == other))
 
 
 def unheard(how_far: str) -> None:

@@ -9,19 +9,21 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from roundtable.core.errors import TaskError
 from roundtable.core.layout import Layout
-from roundtable.core.seeds import derive_seed
+from roundtable.core.seeds import derive_seed, isolated_randomness
 from roundtable.core.task import Task
 
 
 @contextmanager
-def without_weights(seed: int = 0) -> Iterator[None]:
+def without_weights(seed: int = 0, *, of_torch: int | None = None) -> Iterator[None]:
     """Modules made inside have their parameters on the meta device, and real buffers.
 
-    One parameter under two names stays one. `seed` is torch's, for buffers that are drawn.
+    One parameter under two names stays one. `seed` is that of the global generators, for buffers that are
+    drawn, `of_torch` another one for torch's alone.
     """
     register = nn.Module.register_parameter
     known = WeakIdKeyDictionary()
@@ -34,8 +36,12 @@ def without_weights(seed: int = 0) -> Iterator[None]:
             parameter = known[parameter]
         register(module, name, parameter)
 
-    with patch.object(nn.Module, "register_parameter", on_meta), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with (
+        patch.object(nn.Module, "register_parameter", on_meta),
+        isolated_randomness(seed, torch.device("cpu")),
+    ):
+        if of_torch is not None:
+            torch.default_generator.manual_seed(of_torch)
         yield
 
 
@@ -60,6 +66,27 @@ def model_on_meta(task: Task, seed: int = 0) -> nn.Module:
     return model
 
 
+_PLAIN = frozenset(vars(nn.Module()))
+# Kept in step by the class itself.
+_OWN_LISTS = {nn.RNNBase: "_flat_weights"}
+
+
+def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module's code has set on it beside submodules, parameters and buffers."""
+    skipped = {key for kind, key in _OWN_LISTS.items() if isinstance(module, kind)}
+    for key, value in vars(module).items():
+        if key not in _PLAIN and key not in skipped:
+            yield key, value
+
+
+def plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with memory among them, in lists, tuples and dicts too."""
+    for key, value in plain_attributes(module):
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                yield key, leaf
+
+
 def _check_kind(task: Task, model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TaskError(
@@ -71,7 +98,16 @@ def _check_kind(task: Task, model: object) -> None:
                 f"{name} has a hook on its gradient, and a cluster makes parameters anew, without it: "
                 "change gradients in the task's optimizer, or what they are of in the model's forward"
             )
+    memory = {each.untyped_storage()._cdata: name for name, each in model.named_parameters()}
     for name, module in model.named_modules():
+        for key, leaf in plain_tensors(module):
+            of = memory.get(leaf.untyped_storage()._cdata, "")
+            if leaf.numel() and (of or isinstance(leaf, nn.Parameter)):
+                raise TaskError(
+                    f"{name + '.' if name else ''}{key} holds {of or 'a parameter'} beside the model's own "
+                    "places for parameters, and a cluster gives those memory anew, so that it would hold a "
+                    "stale one; use nn.ParameterList or nn.ParameterDict, or read a weight where it is used"
+                )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise TaskError(
                 f"{name or 'the model'} has sparse gradients, of which a cluster takes neither norm nor "

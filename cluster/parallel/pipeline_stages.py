@@ -26,12 +26,11 @@ from torch.distributed.pipelining import (
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from roundtable.client.training.module_state import isolated_randomness, seed_all
 from roundtable.cluster.parallel.anatomy import Anatomy
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.core.errors import TaskError
-from roundtable.core.seeds import derive_seed
+from roundtable.core.seeds import derive_seed, isolated_randomness, seed_all
 from roundtable.core.task import Task
 
 _MULTIPLE: dict[str, Callable[..., Any]] = {

@@ -17,10 +17,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from roundtable.client.training.module_state import seed_torch
 from roundtable.cluster.parallel.forward_trace import draws
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
-from roundtable.core.seeds import derive_seed
+from roundtable.core.seeds import derive_seed, seed_torch
 
 
 class ShardedRegions:

@@ -21,11 +21,18 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from roundtable.client.training.batches import count_examples, ordered_batches
-from roundtable.client.training.module_state import isolated_randomness
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
 from roundtable.cluster.parallel.experts import Experts, MixtureOfExperts
-from roundtable.cluster.parallel.forward_trace import NotTraceable, Trace, fake_model, quietly, trace, unheard
+from roundtable.cluster.parallel.forward_trace import (
+    NotTraceable,
+    Trace,
+    fake_model,
+    quietly,
+    settled_trace,
+    trace,
+    unheard,
+)
 from roundtable.cluster.parallel.meta_init import check_same_tensors, model_on_meta
 from roundtable.cluster.parallel.packed_layers import inputs_of_layer, outputs_of, take_inputs, take_outputs
 from roundtable.cluster.parallel.pipeline_stages import (
@@ -43,6 +50,7 @@ from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
 from roundtable.cluster.plan.arithmetic import count_work, optimizer_cost
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.core.errors import RoundtableError, TaskError
+from roundtable.core.seeds import isolated_randomness
 from roundtable.core.task import Task, initial_state
 
 _DEGREES = (2, 4, 8, 16)
@@ -123,7 +131,7 @@ def _traced(task: Task, batch: Any, bfloat16: bool) -> tuple[FakeTensorMode | No
     try:
         with quietly(), isolated_randomness(0, _CPU):
             before = _host_generators()
-            traced = _settled(trace(task, mode, model, batch, bfloat16), task, mode, model, batch)
+            traced = settled_trace(task, mode, model, batch, bfloat16)
             drawn = _host_generators() != before
             return mode, model, traced, called_sometimes(task, mode, model, batch, traced) if drawn else ""
     except Exception as error:
@@ -137,32 +145,13 @@ def _traced(task: Task, batch: Any, bfloat16: bool) -> tuple[FakeTensorMode | No
     check_same_tensors(names, made.state_dict())
     share_batch_norms(made, None, MicroBatch())
     with isolated_randomness(0, _CPU):
-        traced = _settled(trace(task, None, made, batch, bfloat16), task, None, made, batch)
+        traced = settled_trace(task, None, made, batch, bfloat16)
     return None, made, traced, called_sometimes(task, None, made, batch, traced)
 
 
 def _host_generators() -> str:
     """The state of Python's and NumPy's generators, which a pass on tensors without values can ask too."""
     return repr((random.getstate(), np.random.get_state(legacy=False)))
-
-
-def _settled(traced: Trace, task: Task, mode: FakeTensorMode | None, model: nn.Module, batch: Any) -> Trace:
-    """The trace with what every pass changes: tables that the first one alone makes are no change.
-
-    Raises TaskError where two passes draw from one generator of the task's own.
-    """
-    if not traced.rewritten and not traced.generators:
-        return traced
-    second = trace(task, mode, model, batch)
-    traced.rewritten = second.rewritten
-    kept = [id(each) for _, each in traced.generators]
-    if own := next((name for name, each in second.generators if id(each) in kept), None):
-        raise TaskError(
-            f"{own or 'the loss'} draws random numbers from a generator of its own, which knows neither "
-            "steps nor ranks: a round that is done again, and a block that is computed again, would draw "
-            "others; draw from torch's default generator, which is seeded for each step"
-        )
-    return traced
 
 
 def called_sometimes(

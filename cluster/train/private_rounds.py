@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roundtable.client.training.local_work import Stopped
-from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.private_training import fit_privately, own_noise
 from roundtable.client.training.silo_account import Payment, Protection
 from roundtable.cluster.parallel.shards import deltas
@@ -26,7 +25,7 @@ from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import StepReport, Watch, Wishes
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.privacy_table import Private
-from roundtable.core.seeds import derive_seed
+from roundtable.core.seeds import derive_seed, isolated_randomness
 from roundtable.privacy import Charge, add_gaussian, local_gaussian_charge
 from roundtable.privacy.example_level import Sources, secure_sources
 from roundtable.privacy.mechanisms.clipping import clip_factor

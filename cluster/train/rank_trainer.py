@@ -16,7 +16,6 @@ from torch import Tensor
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.client.training.metrics import Counts, Metrics, add, checked
-from roundtable.client.training.module_state import isolated_randomness
 from roundtable.client.training.sgd import Correction, RoundSchedule
 from roundtable.cluster.parallel.apply_strategy import set_products
 from roundtable.cluster.parallel.experts import expert_loads
@@ -53,7 +52,7 @@ from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, InvalidUpdate
 from roundtable.core.layout import Layout
-from roundtable.core.seeds import derive_seed
+from roundtable.core.seeds import derive_seed, isolated_randomness
 from roundtable.core.task import Task
 
 

@@ -59,7 +59,7 @@ def test_what_is_drawn_or_computed_from_weights_is_told_from_what_is_not() -> No
     made = model_on_meta(task, 3)
     assert drawn_constants(task, made) == ["drawn", "lengths", "offset"]
     values = {each.name: each.value for each in constants(real)}
-    assert set(values) == {"positions", "drawn", "lengths", "offset"}
+    assert set(values) >= {"positions", "drawn", "lengths", "offset"}
     assert torch.equal(values["positions"], dict(made.named_buffers())["positions"])
 
 

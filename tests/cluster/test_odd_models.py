@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from cluster_plans import plan
 from odd_models import (
     Clamped,
+    Furnished,
     Late,
     LeftOut,
     Odd,
+    Recurrent,
     Rows,
     RunningMean,
     Words,
@@ -70,6 +73,10 @@ REFUSED: list[tuple[str, Odd, dict[str, Any], str]] = [
     ("own statistics", Odd(RunningMean), {"data_parallel": "ddp"}, "the model " + OWN),
     ("sharded", Odd(RunningMean), {"data_parallel": "zero3"}, "the model " + OWN),
     ("instances", Odd(instance_norm), {"data_parallel": "ddp"}, "1 " + OWN),
+    ("carried", Odd(lambda: Recurrent("state")), {"data_parallel": "ddp"}, "the model " + OWN),
+    ("counted", Odd(lambda: Recurrent("examples")), {"data_parallel": "ddp"}, "the model " + OWN),
+    ("buffered", Odd(lambda: Recurrent("buffer")), {"data_parallel": "zero2"}, "the model " + OWN),
+    ("passes", Odd(lambda: Recurrent("passes")), {"micro_batch": 2}, r"changes count.*4 examples"),
     ("norms", Words(normalised_embedding), {"data_parallel": "ddp"}, r"writes to 0\.weight"),
     ("clamped copies", Odd(Clamped), {"data_parallel": "zero3"}, r"writes to head\.weight"),
     ("clamped parts", Odd(Clamped), {"micro_batch": 2}, r"changes head\.weight"),
@@ -108,6 +115,8 @@ def test_ranks_have_one_process_s_weights_and_each_other_s() -> None:
         (spectral, whole),
         (Clamped, ddp),
         (active, ddp),
+        (Furnished, ddp),
+        (partial(Recurrent, "passes"), ddp),
         (resting, shards),
         (repeated, replace(shards, checkpointing="sqrt")),
         (normed_weight, replace(shards, checkpointing="selective")),
@@ -176,8 +185,17 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 4))
 
 
+class Stale(nn.Linear):
+    def __init__(self, view: Callable[[Any], Any]) -> None:
+        super().__init__(12, 4, dtype=torch.float64)
+        self.others = {"first": [view(self.weight)]}
+
+
 NOT_MODELS: list[tuple[Callable[[], Odd], str]] = [
     (lambda: Odd(hooked), r"weight has a hook on its gradient"),
+    (lambda: Odd(lambda: Stale(lambda weight: weight)), "others holds weight beside"),
+    (lambda: Odd(lambda: Stale(lambda weight: weight.data[:2])), "others holds weight beside"),
+    (lambda: Odd(lambda: Stale(lambda weight: nn.Parameter(weight * 2))), "others holds a parameter beside"),
     (lambda: Words(lambda: nn.Embedding(64, 4, sparse=True)), "sparse gradients"),
     (lambda: Odd(lambda: nn.Linear(12, 4).requires_grad_(False)), "no parameters to train"),
     (lambda: Odd(dict), r"model\(\) returned a dict"),

@@ -96,6 +96,44 @@ class Rows(nn.Module):
         return self.head(x)
 
 
+class Furnished(nn.Module):
+    """Has what it draws, or computes from weights, in attributes of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(_ROWS, _ROWS), nn.Linear(_ROWS, CLASSES)
+        self.order = torch.randperm(_ROWS).tolist()
+        self.chosen = set(torch.randperm(_ROWS)[:5].tolist())
+        self.tables = {"mask": [torch.rand(_ROWS) > 0.3], "wave": (np.random.rand(_ROWS), random.random())}
+        self.scale = [self.body.weight.detach().norm().double()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wave, number = self.tables["wave"]
+        x = self.body(x[:, self.order] * self.tables["mask"][0] * torch.from_numpy(wave) * number)
+        return self.head(x * self.scale[0] + x[:, sorted(self.chosen)].sum(1, keepdim=True))
+
+
+class Recurrent(nn.Module):
+    """Goes on from what it has seen, in a plain attribute; counts passes, or examples."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.head = nn.Linear(_ROWS, CLASSES)
+        self.kind, self.count, self.state = kind, 0, None
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "state":
+            self.state = x.mean(0) if self.state is None else (self.state + x.mean(0)).detach()
+            return self.head(x - self.state)
+        if self.kind == "buffer":
+            self.seen += len(x)
+        else:
+            self.count += 1 if self.kind == "passes" else len(x)
+        self.last = x.detach()
+        return self.head(x) / (1 + self.count + self.seen)
+
+
 class Normed(nn.Module):
     """Asks its batch normalisation what it is, as code does that keeps it in evaluation; it has a hook."""
 

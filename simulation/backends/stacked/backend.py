@@ -21,12 +21,11 @@ from roundtable.client.training.algorithm_round import AlgorithmRound, trained_s
 from roundtable.client.training.batches import as_tensors, epoch_orders, ordering_of
 from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.metrics import training_sums
-from roundtable.client.training.module_state import isolated_randomness
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.encodings import get_encoding
 from roundtable.core.errors import InvalidUpdate, RoundtableError
-from roundtable.core.seeds import derive_seed
+from roundtable.core.seeds import derive_seed, isolated_randomness
 from roundtable.core.task import AnyTask, ArrayTask, initial_state
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World, can_sum
 from roundtable.simulation.backends.precision import mixed, trained_task

@@ -31,12 +31,12 @@ from roundtable.client.training.batches import (
 from roundtable.client.training.local_training import whole_loss
 from roundtable.client.training.local_work import LocalWork
 from roundtable.client.training.metrics import training_sums
-from roundtable.client.training.module_state import borrowed, isolated_randomness
+from roundtable.client.training.module_state import borrowed
 from roundtable.client.training.stream_batches import RoundBatches
 from roundtable.core.algorithms.contract import ClientAlgorithm, SecondModel
 from roundtable.core.errors import InvalidUpdate, RoundtableError
 from roundtable.core.privacy_table import OwnNoise
-from roundtable.core.seeds import derive_seed
+from roundtable.core.seeds import derive_seed, isolated_randomness
 from roundtable.core.task import ArrayTask, Task, initial_state, told
 from roundtable.simulation.backend import Failed, Measured, Trained, Work, World
 from roundtable.simulation.backends.sequential import Sequential, answer_of

@@ -18,8 +18,9 @@ from typing_extensions import override
 
 from roundtable.client.training.batches import Batch, as_tensors, ordered_batches
 from roundtable.client.training.evaluation import Measure
-from roundtable.client.training.module_state import borrowed, isolated_randomness
+from roundtable.client.training.module_state import borrowed
 from roundtable.core.errors import RoundtableError
+from roundtable.core.seeds import isolated_randomness
 from roundtable.core.task import ArrayTask, told
 from roundtable.simulation.backend import Measured, Work, World
 from roundtable.simulation.backends.sequential import Sequential
