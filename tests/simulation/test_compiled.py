@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from autograd_twin import Anything, classified, stepped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,56 +25,6 @@ from roundtable.simulation.backends.vectorised.recorded_work import Manner
 from roundtable.simulation.backends.vectorised.recording import ValueLayout
 
 pytestmark = pytest.mark.skipif(load() is None, reason="there is no C++ compiler here")
-
-
-class Anything:
-    """A task of any model and loss; `Steps` asks for no more."""
-
-    def __init__(self, loss: Callable[[nn.Module, Any], Tensor]) -> None:
-        self._loss = loss
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._loss(model, batch)
-
-
-def classified(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def stepped(
-    model: nn.Module,
-    batch: tuple[Tensor, ...],
-    loss: Callable[[nn.Module, Any], Tensor] = classified,
-    update: LocalStep | None = None,
-) -> CompiledProgram:
-    """Three steps of the compiled program, held against autograd and SGD in double precision."""
-    update = update or LocalStep()
-    layout = Layout.of(model.state_dict())
-    steps = Steps(Anything(loss), model, layout, torch.device("cpu"))  # type: ignore[arg-type]
-    steps.begin(layout.flatten(model.state_dict()), update)
-    program = steps.prepare(batch, Manner(update))
-    assert isinstance(program, CompiledProgram)
-    twin = model.double()
-    start = [p.detach().clone() for p in twin.parameters()]
-    optimizer = torch.optim.SGD(
-        twin.parameters(), lr=0.05, momentum=update.momentum, weight_decay=update.weight_decay
-    )
-    exact = [part.double() if part.is_floating_point() else part for part in batch]
-    for number in range(3):
-        optimizer.zero_grad()
-        expected = loss(twin, exact)
-        expected.backward()
-        for parameter, origin in zip(twin.parameters(), start, strict=True):
-            if parameter.grad is not None:
-                parameter.grad += update.pull * (parameter.detach() - origin)
-        if update.max_norm is not None:
-            nn.utils.clip_grad_norm_(twin.parameters(), update.max_norm)
-        optimizer.step()
-        found = steps.take(batch, Manner(update), 0.05)
-        assert float(found) == pytest.approx(float(expected.detach()), rel=2e-5, abs=2e-6), number
-    for name, value in layout.unflatten(steps.weights).items():
-        torch.testing.assert_close(value.double(), twin.state_dict()[name], rtol=5e-5, atol=5e-6, msg=name)
-    return program
 
 
 def batch_of(count: int = 7, inputs: int = 19, classes: int = 5) -> tuple[Tensor, Tensor]:
@@ -182,16 +133,6 @@ def test_shared_weights_are_updated_by_the_sum() -> None:
 
     torch.manual_seed(5)
     assert stepped(Twice(), batch_of()).compiled == 1.0
-
-
-def test_a_convolution_is_left_to_torch_between_kernels() -> None:
-    torch.manual_seed(6)
-    model = nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(54, 5)
-    )
-    images = torch.randn(7, 1, 8, 8, generator=torch.Generator().manual_seed(3))
-    program = stepped(model, (images, batch_of()[1]))
-    assert 0.5 < program.compiled < 1.0
 
 
 @pytest.mark.parametrize("update", [LocalStep(), LocalStep(pull=0.5), LocalStep(momentum=0.8)], ids=str)

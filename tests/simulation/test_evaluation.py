@@ -81,6 +81,9 @@ class Halved(TrainsAndTests):
 class Images(OwnTests, Convolution):
     """The kernels do not do all of it."""
 
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 1, 1, dilation=2), *super().model())
+
 
 class Sentences(OwnTests, Attention):
     """Its transposed matrices are the kernels' too."""

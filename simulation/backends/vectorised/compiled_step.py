@@ -20,15 +20,16 @@ from typing_extensions import override
 
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.simulation.backends.vectorised.buffer_plan import is_window, lifetimes, packed, roots
-from roundtable.simulation.backends.vectorised.instructions import Instruction, Number, Place
+from roundtable.simulation.backends.vectorised.instructions import SCRATCH, Instruction, Number, Place
 from roundtable.simulation.backends.vectorised.library import Library
 from roundtable.simulation.backends.vectorised.lowering import lower
+from roundtable.simulation.backends.vectorised.lowering_images import without_indices
 from roundtable.simulation.backends.vectorised.program import StepProgram, Vectors, needed
 from roundtable.simulation.backends.vectorised.recording import Call, Recording, Ref
 from roundtable.simulation.backends.vectorised.updating import SQUARES, TARGET, VELOCITY, WHOLE, Updates
 
 _BLOCK, _WEIGHTS = 0, 1
-_BESIDE = {TARGET: 2, VELOCITY: 3, WHOLE: 4, SQUARES: 5}
+_BESIDE = {TARGET: 2, VELOCITY: 3, WHOLE: 4, SQUARES: 5, SCRATCH: 6}
 """Rows of the table of addresses; those of values that torch or the batch brings follow."""
 
 
@@ -79,6 +80,7 @@ class CompiledProgram(StepProgram):
     def _write(self) -> str:
         calls = [call for call in self._recording.calls if not self._hoisted(call)]
         calls = needed(calls, [ref for ref in self._recording.results if ref])
+        calls = without_indices(calls, self._recording.results, lambda call: lower(call, self._kinds))
         inputs = self._recording.inputs[: len(self._parameters)]
         updates = Updates(calls, self._kinds, inputs, self._gradients, self._starts, self.rule)
         steps = [self._prepared(call) for call in calls if updates.gone.isdisjoint(call.outputs)]
@@ -111,6 +113,8 @@ class CompiledProgram(StepProgram):
         self._block = torch.zeros(max(1, length))
         self._whole = torch.zeros(0 if self.rule.plain else self._globals["weights"].numel())
         self._squares = torch.zeros(1)
+        working = [part.working for step in steps for part in step.instructions or ()]
+        self._scratch = torch.empty(max(working, default=0))
 
     def _function(self, steps: Sequence[_Step], final: Sequence[Instruction]) -> str:
         """The text: addresses of what each step brings, then calls of the kernels and of torch in turn."""
@@ -262,7 +266,7 @@ class CompiledProgram(StepProgram):
         """A function without arguments for each chunk of code; the tables must not grow after this."""
         self._code = (ctypes.c_int64 * sum(map(len, chunks)))(*(word for chunk in chunks for word in chunk))
         own = [self._block, self._globals["weights"], self._globals["target"], self._globals["velocity"]]
-        addresses = [tensor.data_ptr() for tensor in (*own, self._whole, self._squares)]
+        addresses = [tensor.data_ptr() for tensor in (*own, self._whole, self._squares, self._scratch)]
         addresses += [self._fixed[ref].data_ptr() if ref in self._fixed else 0 for ref in self._rows]
         rows = (ctypes.c_int64 * len(addresses))(*addresses)
         values = [0.0 if isinstance(value, str) else value for value in self._numbers]

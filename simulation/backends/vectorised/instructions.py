@@ -6,10 +6,10 @@ reads them: whole numbers, `Place` for a tensor, `Number` for a number that is k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from roundtable.simulation.backends.vectorised.recording import Ref, ValueLayout
+from roundtable.simulation.backends.vectorised.recording import Call, Ref, ValueLayout
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,14 @@ Operand = int | Place | Number
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation, and a function's name after it where it maps one over tensors."""
+    """One operation, and a function's name after it where it maps one over tensors.
+
+    `working` is how many values of memory it works in, at SCRATCH: nobody finds there what another left.
+    """
 
     operation: str
     operands: tuple[Operand, ...]
+    working: int = 0
 
     @property
     def refs(self) -> list[Ref]:
@@ -55,10 +59,29 @@ class Unsuitable(Exception):
     """The kernels cannot do this as it is; torch does it."""
 
 
-NOWHERE = Place(None)
+Kinds = Mapping[Ref, ValueLayout]
+Lowering = Callable[[Call, Kinds], Sequence[Instruction]]
+NOWHERE, SCRATCH = Place(None), Ref(-5)
 SMALL, SMALLEST, LARGE = 64, 12, 1 << 19
 """A product is done by kernels.cpp if its least dimension is at most SMALL, and at most SMALLEST where the
 matrix of the other two has more than LARGE values (2 MiB): torch's library packs, and does better there."""
+
+
+def output(call: Call, number: int = 0) -> Ref:
+    """What a call gives; Unsuitable where it gives nothing there."""
+    ref = call.outputs[number]
+    if ref is None:
+        raise Unsuitable("it has no such output")
+    return ref
+
+
+def solid(ref: Ref | None, kinds: Kinds) -> Place:
+    """The place of a value that must be contiguous; nowhere for one that is missing."""
+    if ref is None:
+        return NOWHERE
+    if not kinds[ref].contiguous:
+        raise Unsuitable("its values do not lie one after the other")
+    return Place(ref)
 
 
 def whole(ref: Ref, kind: ValueLayout) -> View:

@@ -3,13 +3,17 @@
 // An instruction is a row of integers: what to do, how many integers it takes, and its operands in the order in
 // which they are read here. A tensor is a place: a row of the table of addresses and an offset in values; a number
 // is a row of the table of numbers. Nothing is allocated, and nothing is known about any model.
+#include "kernels_images.h"
 #include "kernels_maps.h"
+#include "kernels_pooling.h"
 #include "kernels_product.h"
 #include "kernels_rows.h"
 
 #define OPERATIONS(X)                                                                                      \
   X(map) X(sum) X(product) X(softmax) X(softmax_backward) X(nll) X(nll_backward) X(layer_norm)             \
-  X(layer_norm_backward) X(group_norm) X(group_norm_backward) X(embedding) X(scatter) X(zero) X(pull) X(step)
+  X(layer_norm_backward) X(group_norm) X(group_norm_backward) X(embedding) X(scatter) X(zero) X(pull) X(step) \
+  X(convolution) X(convolution_weights) X(convolution_inputs) X(max_pool) X(max_pool_backward)             \
+  X(average_pool) X(average_pool_backward)
 
 #define OPERATION_NUMBER(name) OPERATION_##name,
 enum { OPERATIONS(OPERATION_NUMBER) };
@@ -133,6 +137,40 @@ static bool read_embedding(Reader r, bool backward) {
   return true;
 }
 
+static Windows read_windows(Reader& r) {
+  int64_t sizes[13];
+  r.several(sizes, 13);
+  Windows w;
+  memcpy(&w, sizes, sizeof(w));
+  return w;
+}
+
+static void read_convolution(int64_t operation, Reader r) {
+  Windows w = read_windows(r);
+  Tiles tiles{};
+  tiles.length = r.next(), tiles.channels = r.next(), tiles.frames = r.next();
+  Workplace work{w, tiles, r.tensor()};
+  float* out = r.tensor();
+  const float *first = r.tensor(), *second = r.tensor();
+  switch (operation) {
+    case OPERATION_convolution: convolution(work, first, second, r.tensor(), out); break;
+    case OPERATION_convolution_weights: convolution_weights(work, first, second, out); break;
+    case OPERATION_convolution_inputs: convolution_inputs(work, first, second, out); break;
+  }
+}
+
+static void read_pooling(int64_t operation, Reader r) {
+  Windows w = read_windows(r);
+  float* out = r.tensor();
+  const float* first = r.tensor();
+  switch (operation) {
+    case OPERATION_max_pool: max_pool(w, first, out); break;
+    case OPERATION_max_pool_backward: max_pool_backward(w, first, r.tensor(), out); break;
+    case OPERATION_average_pool: average_pool(w, first, out); break;
+    case OPERATION_average_pool_backward: average_pool_backward(w, first, out); break;
+  }
+}
+
 // Gradients that clipping or momentum looks at as a whole: g += pull w - target, and the sum of all g^2.
 static void read_pull(Reader r) {
   int64_t n = r.next();
@@ -193,6 +231,13 @@ static bool perform(int64_t operation, Reader r) {
     }
     case OPERATION_pull: read_pull(r); break;
     case OPERATION_step: read_step(r); break;
+    case OPERATION_convolution:
+    case OPERATION_convolution_weights:
+    case OPERATION_convolution_inputs: read_convolution(operation, r); break;
+    case OPERATION_max_pool:
+    case OPERATION_max_pool_backward:
+    case OPERATION_average_pool:
+    case OPERATION_average_pool_backward: read_pooling(operation, r); break;
   }
   return true;
 }

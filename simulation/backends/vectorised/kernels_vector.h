@@ -21,7 +21,7 @@ typedef float Unaligned __attribute__((vector_size(WIDTH * 4), aligned(4), may_a
 typedef float Four __attribute__((vector_size(16)));
 typedef float UnalignedFour __attribute__((vector_size(16), aligned(4), may_alias));
 
-static inline Vector splat(float x) { return Vector{} + x; }
+static inline Vector splat(float x) { return x - Vector{}; }
 static inline Vector load(const float* from) { return *(const Unaligned*)from; }
 static inline void store(float* to, Vector v) { *(Unaligned*)to = v; }
 

@@ -14,20 +14,23 @@ import torch
 from roundtable.simulation.backends.vectorised.instructions import (
     NOWHERE,
     Instruction,
+    Kinds,
+    Lowering,
     Number,
     Place,
     Unsuitable,
     View,
     map_over,
+    output,
     over,
     product,
+    solid,
     sum_over,
     whole,
 )
-from roundtable.simulation.backends.vectorised.recording import Call, Operator, Ref, ValueLayout
+from roundtable.simulation.backends.vectorised.lowering_images import IMAGES
+from roundtable.simulation.backends.vectorised.recording import Call, Operator, Ref
 
-Kinds = Mapping[Ref, ValueLayout]
-Lowering = Callable[[Call, Kinds], Sequence[Instruction]]
 aten = torch.ops.aten
 
 
@@ -51,22 +54,6 @@ def lower(call: Call, kinds: Kinds) -> Sequence[Instruction] | None:
         return None
 
 
-def _out(call: Call, number: int = 0) -> Ref:
-    ref = call.outputs[number]
-    if ref is None:
-        raise Unsuitable("it has no such output")
-    return ref
-
-
-def _solid(ref: Ref | None, kinds: Kinds) -> Place:
-    """The place of a value that must be contiguous; nowhere for one that is missing."""
-    if ref is None:
-        return NOWHERE
-    if not kinds[ref].contiguous:
-        raise Unsuitable("its values do not lie one after the other")
-    return Place(ref)
-
-
 def _arguments(call: Call, defaults: Sequence[Any] = ()) -> list[Any]:
     """Positional arguments, and the last of `defaults` for those that were left out."""
     given = list(call.arguments)
@@ -79,7 +66,7 @@ def mapping(name: str, numbers: Callable[..., Sequence[float]] = lambda *rest: (
     def lowering(call: Call, kinds: Kinds) -> list[Instruction]:
         if call.options:
             raise Unsuitable("it has options")
-        out = _out(call)
+        out = output(call)
         shape = kinds[out].shape
         tensors = [value for value in call.arguments if isinstance(value, Ref)]
         rest = [value for value in call.arguments if not isinstance(value, Ref)]
@@ -93,7 +80,7 @@ def _binary(name: str, scalar: Callable[[float], tuple[str, float]], sign: float
     """Of two tensors, or of a tensor and a number that `scalar` turns into another function's number."""
 
     def lowering(call: Call, kinds: Kinds) -> list[Instruction]:
-        out, (left, right) = _out(call), call.arguments[:2]
+        out, (left, right) = output(call), call.arguments[:2]
         alpha = float((call.arguments[2:] or (call.options.get("alpha", 1.0),))[0])
         shape, target = kinds[out].shape, whole(out, kinds[out])
         if not isinstance(left, Ref):
@@ -135,7 +122,7 @@ def _power(call: Call, kinds: Kinds) -> Sequence[Instruction]:
 
 def _fill(value: float) -> Lowering:
     def lowering(call: Call, kinds: Kinds) -> list[Instruction]:
-        out = _out(call)
+        out = output(call)
         return [map_over("fill", kinds[out].shape, whole(out, kinds[out]), [], [value])]
 
     return lowering
@@ -144,7 +131,7 @@ def _fill(value: float) -> Lowering:
 def _sum(call: Call, kinds: Kinds) -> list[Instruction]:
     """Sums and means, over some dimensions or all."""
     source, dims = _arguments(call, (None, None))[:2]
-    out, kind = _out(call), kinds[source]
+    out, kind = output(call), kinds[source]
     rank = len(kind.shape)
     summed = sorted({d % rank for d in dims}) if dims else list(range(rank))
     if not rank:
@@ -172,7 +159,7 @@ def _scaled(ref: Ref, kinds: Kinds, factor: float) -> Instruction:
 def _select_backward(call: Call, kinds: Kinds) -> list[Instruction]:
     """A gradient in its place among zeros."""
     gradient, _, dim, index = call.arguments
-    out = _out(call)
+    out = output(call)
     kind = kinds[out]
     dim %= len(kind.shape)
     place = Place(out, (index % kind.shape[dim]) * kind.stride[dim])
@@ -193,13 +180,13 @@ def _matrices(ref: Ref, kinds: Kinds) -> tuple[Place, tuple[int, ...], tuple[int
 def _product(call: Call, kinds: Kinds) -> list[Instruction]:
     """mm and bmm."""
     left, right = call.arguments
-    place, _, stride = _matrices(_out(call), kinds)
+    place, _, stride = _matrices(output(call), kinds)
     return [product((place, stride), _matrices(left, kinds), _matrices(right, kinds))]
 
 
 def _product_and_bias(call: Call, kinds: Kinds) -> list[Instruction]:
     bias, left, right = call.arguments
-    out = _out(call)
+    out = output(call)
     added = over(bias, kinds[bias], kinds[out].shape)
     if added.stride[1] != 1 and kinds[out].shape[1] != 1:
         raise Unsuitable("its bias does not lie along the columns")
@@ -220,15 +207,15 @@ def _last(ref: Ref, dim: int, kinds: Kinds) -> tuple[int, int]:
 def _softmax(call: Call, kinds: Kinds) -> list[Instruction]:
     source, dim, _ = call.arguments
     logarithm = int(call.operator is aten._log_softmax.default)
-    places = (_solid(_out(call), kinds), _solid(source, kinds))
+    places = (solid(output(call), kinds), solid(source, kinds))
     return [Instruction("softmax", (*_last(source, dim, kinds), logarithm, *places))]
 
 
 def _softmax_backward(call: Call, kinds: Kinds) -> list[Instruction]:
-    gradient, output, dim, _ = call.arguments
+    gradient, result, dim, _ = call.arguments
     logarithm = int(call.operator is aten._log_softmax_backward_data.default)
-    places = [_solid(ref, kinds) for ref in (_out(call), gradient, output)]
-    return [Instruction("softmax_backward", (*_last(output, dim, kinds), logarithm, *places))]
+    places = [solid(ref, kinds) for ref in (output(call), gradient, result)]
+    return [Instruction("softmax_backward", (*_last(result, dim, kinds), logarithm, *places))]
 
 
 def _nll(call: Call, kinds: Kinds) -> list[Instruction]:
@@ -240,9 +227,9 @@ def _nll(call: Call, kinds: Kinds) -> list[Instruction]:
     if weight is not None or reduction == 0 or len(kinds[source].shape) != 2:
         raise Unsuitable("it has weights, or no reduction")
     rows, n = kinds[source].shape
-    scalar = counted if backward else _out(call, 1)
+    scalar = counted if backward else output(call, 1)
     value = gradient if backward else source
-    places = [_solid(ref, kinds) for ref in (label, _out(call), scalar, value)]
+    places = [solid(ref, kinds) for ref in (label, output(call), scalar, value)]
     name = "nll_backward" if backward else "nll"
     return [Instruction(name, (rows, n, ignored, int(reduction == 1), *places))]
 
@@ -251,7 +238,7 @@ def _layer_norm(call: Call, kinds: Kinds) -> list[Instruction]:
     source, shape, weight, bias, epsilon = call.arguments
     n = kinds[weight].size if weight else _length(shape)
     x, w, m, r, b, y = (
-        _solid(ref, kinds) for ref in (source, weight, _out(call, 1), _out(call, 2), bias, _out(call))
+        solid(ref, kinds) for ref in (source, weight, output(call, 1), output(call, 2), bias, output(call))
     )
     return [Instruction("layer_norm", (kinds[source].size // n, n, x, w, m, r, Number(epsilon), b, y))]
 
@@ -260,7 +247,7 @@ def _layer_norm_backward(call: Call, kinds: Kinds) -> list[Instruction]:
     gradient, source, shape, mean, inverse, weight, _, _ = call.arguments
     n = _length(shape)
     refs = (source, weight, mean, inverse, gradient, *call.outputs)
-    places = [_solid(ref, kinds) for ref in refs]
+    places = [solid(ref, kinds) for ref in refs]
     return [Instruction("layer_norm_backward", (kinds[source].size // n, n, *places))]
 
 
@@ -271,7 +258,7 @@ def _length(shape: Sequence[int]) -> int:
 def _group_norm(call: Call, kinds: Kinds) -> list[Instruction]:
     source, weight, bias, *sizes, epsilon = call.arguments
     x, w, m, r, b, y = (
-        _solid(ref, kinds) for ref in (source, weight, _out(call, 1), _out(call, 2), bias, _out(call))
+        solid(ref, kinds) for ref in (source, weight, output(call, 1), output(call, 2), bias, output(call))
     )
     return [Instruction("group_norm", (*sizes, x, w, m, r, Number(epsilon), b, y))]
 
@@ -279,13 +266,13 @@ def _group_norm(call: Call, kinds: Kinds) -> list[Instruction]:
 def _group_norm_backward(call: Call, kinds: Kinds) -> list[Instruction]:
     gradient, source, mean, inverse, weight, *sizes, _ = call.arguments
     refs = (source, weight, mean, inverse, gradient, *call.outputs)
-    return [Instruction("group_norm_backward", (*sizes, *(_solid(ref, kinds) for ref in refs)))]
+    return [Instruction("group_norm_backward", (*sizes, *(solid(ref, kinds) for ref in refs)))]
 
 
 def _embedding(call: Call, kinds: Kinds) -> list[Instruction]:
     table, index = call.arguments[:2]
     length, n = kinds[table].shape
-    places = [_solid(ref, kinds) for ref in (index, table, _out(call))]
+    places = [solid(ref, kinds) for ref in (index, table, output(call))]
     return [Instruction("embedding", (kinds[index].size, n, length, *places))]
 
 
@@ -294,20 +281,20 @@ def scatter(call: Call, kinds: Kinds, target: Place, scale: float | str) -> Inst
     gradient, index, _, padding, by_frequency = call.arguments
     if by_frequency:
         raise Unsuitable("it is scaled by frequency")
-    n = kinds[_out(call)].shape[1]
-    places = (_solid(index, kinds), target, _solid(gradient, kinds))
+    n = kinds[output(call)].shape[1]
+    places = (solid(index, kinds), target, solid(gradient, kinds))
     return Instruction("scatter", (kinds[index].size, n, padding, *places, Number(scale)))
 
 
 def _embedding_backward(call: Call, kinds: Kinds) -> list[Instruction]:
-    out = _out(call)
-    zeros = Instruction("zero", (kinds[out].size, _solid(out, kinds)))
+    out = output(call)
+    zeros = Instruction("zero", (kinds[out].size, solid(out, kinds)))
     return [zeros, scatter(call, kinds, Place(out), 1.0)]
 
 
 def _mse_backward(call: Call, kinds: Kinds) -> list[Instruction]:
     gradient, left, right, reduction = call.arguments
-    out = _out(call)
+    out = output(call)
     shape = kinds[out].shape
     factor = 2.0 / kinds[left].size if reduction == 1 else 2.0
     views = [over(ref, kinds[ref], shape) for ref in (left, right, gradient)]
@@ -382,6 +369,7 @@ _LOWERINGS: Mapping[Operator, Lowering] = {
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
+    **IMAGES,
 }
 _INDEXED = {
     aten.nll_loss_forward.default,

@@ -191,6 +191,8 @@ _RULES: dict[object, _Rule] = {
     **dict.fromkeys([aten.view.default, aten._unsafe_view.default, aten.clone.default], _always),
     **dict.fromkeys([aten.unsqueeze.default, aten.squeeze.dim, aten.detach.default], _always),
     **dict.fromkeys([aten.mm.default, aten.native_group_norm.default], _first_alone),
+    **dict.fromkeys([aten.max_pool2d_with_indices.default, aten.avg_pool2d.default], _first_alone),
+    aten.convolution.default: _first_alone,
     **dict.fromkeys([aten._softmax.default, aten._log_softmax.default], _inner),
     **dict.fromkeys([aten.sum.dim_IntList, aten.mean.dim], _inner),
     aten.addmm.default: _product_and_bias,

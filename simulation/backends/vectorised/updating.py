@@ -12,6 +12,7 @@ from roundtable.core.algorithms.step import LocalStep
 from roundtable.simulation.backends.vectorised.instructions import (
     NOWHERE,
     Instruction,
+    Kinds,
     Number,
     Place,
     Unsuitable,
@@ -20,7 +21,7 @@ from roundtable.simulation.backends.vectorised.instructions import (
     product,
     whole,
 )
-from roundtable.simulation.backends.vectorised.lowering import Kinds, aten, scatter
+from roundtable.simulation.backends.vectorised.lowering import aten, scatter
 from roundtable.simulation.backends.vectorised.recording import Call, Ref, ValueLayout
 
 TARGET, VELOCITY, WHOLE, SQUARES = Ref(-1), Ref(-2), Ref(-3), Ref(-4)
