@@ -65,7 +65,7 @@ from roundtable.server.store import AgentRow, Database
 from roundtable.server.store.agent_rows import all_clients, seen
 from roundtable.server.store.artifacts import Keep, all_digests
 from roundtable.server.store.database import DatabaseUnreachable
-from roundtable.server.store.group_commit import GroupedWrites
+from roundtable.server.store.group_commit import Gathered, GroupedWrites
 
 log = logging.getLogger("roundtable.server")
 
@@ -162,6 +162,7 @@ class Coordinator:
         known = await self._database.read(all_clients)
         self._sessions.disabled = {each.name: each.disabled for each in known if each.disabled}
         self._together = GroupedWrites(self._database)
+        self._seen: Gathered[tuple[str, float], None] = Gathered(self._database.write, seen)
         alerts = Alerts(config.alerts)
         keep = Keep(config.keep_models, config.keep_every, config.keep_updates, wanted=config.keep_wanted)
         replicas = Replicas(config.copies, artifacts)
@@ -303,7 +304,7 @@ class Coordinator:
     async def _note_seen(self, name: str) -> None:
         now = self.clock()
         try:
-            await self._together.write(lambda connection: seen(connection, name, now))
+            await self._seen.ask((name, now))
         except StorageError as error:
             log.warning("%s was last seen now, which could not be stored: %s", name, error)
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -107,9 +107,26 @@ def issued_at(certificate: x509.Certificate) -> float:
     return (certificate.not_valid_before_utc + _CLOCK_TOLERANCE).timestamp()
 
 
+class Period(NamedTuple):
+    """From when until when a certificate is in force."""
+
+    since: datetime
+    until: datetime
+
+
+def period_of(certificate: x509.Certificate) -> Period:
+    """When it is in force."""
+    return Period(certificate.not_valid_before_utc, certificate.not_valid_after_utc)
+
+
 def check_time(certificate: x509.Certificate, source: Path | str, now: datetime) -> None:
     """Raises IdentityError for a certificate that is not valid yet, or not any more."""
-    since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    check_period(period_of(certificate), source, now)
+
+
+def check_period(period: Period, source: Path | str, now: datetime) -> None:
+    """As `check_time`, of the certificate's period."""
+    since, until = period
     if now > until:
         raise IdentityError(
             f"{source} expired on {until:%Y-%m-%d %H:%M} UTC (now {now:%Y-%m-%d %H:%M}); "

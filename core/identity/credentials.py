@@ -21,8 +21,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -47,6 +48,9 @@ CRL = "crl.pem"
 CA_DAYS = 3650
 ISSUING_DAYS = 730
 NODE_DAYS = 365
+ISSUING = "the issuing certificate"
+REMEMBERED = 32_768
+"""Certificates of which a process remembers who has signed them: the silos of its largest federation."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -234,13 +238,20 @@ def check_chain(
 
     An issuing authority vouches for agents only; IdentityError for any other role below one.
     """
+    depth = _depth(chain, authorities)
+    if depth:
+        x.check_time(chain[1], ISSUING, now)
+    return depth
+
+
+def _depth(chain: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]) -> int | None:
+    """`check_chain` at whatever time."""
     leaf = chain[0]
     if any(x.issued_by(leaf, root) for root in authorities):
         return 0
     for between in chain[1:2]:
         known = any(x.issued_by(between, root) for root in authorities)
         if known and _is_authority(between) and x.issued_by(leaf, between):
-            x.check_time(between, "the issuing certificate", now)
             name, role = _stated(leaf)
             if role != "agent":
                 raise IdentityError(
@@ -283,21 +294,44 @@ def verify_identity(
     force; with `from_root` the root itself must have issued it.
     """
     source, now = "the identity certificate", now or datetime.now(UTC)
-    name, states = identity_of(pem)
-    chain = x.certificates_in(pem, source)
-    depth = check_chain(chain, x.certificates_in(ca, CA_CERTIFICATE), now)
-    if depth is None:
+    found = _vouched(pem, ca)
+    name = found.name
+    if found.depth is None:
         raise IdentityError(f"{source} of {name!r} was not issued by the authority of {CA_CERTIFICATE}")
-    if from_root and depth:
+    for what, period in found.periods:
+        x.check_period(period, what or f"{source} of {name!r}", now)
+    if from_root and found.depth:
         raise IdentityError(
             f"{source} of {name!r} comes from the issuing authority, not from the root; "
             "issue it offline with `roundtable ca issue`"
         )
-    x.check_time(chain[0], f"{source} of {name!r}", now)
-    key = chain[0].public_key()
-    if states != role or not isinstance(key, ed25519.Ed25519PublicKey):
+    if found.role != role or found.key is None:
         raise IdentityError(f"{source} of {name!r} is not an {role}'s Ed25519 certificate")
-    return name, key.public_bytes_raw()
+    return name, found.key
+
+
+class _Vouched(NamedTuple):
+    """What holds of an identity certificate whenever it is shown: whom it names, how many authorities stand
+    between it and the root, its key, and when it and what it builds upon are in force."""
+
+    name: str
+    role: Role
+    depth: int | None
+    key: bytes | None
+    periods: tuple[tuple[str, x.Period], ...]
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _vouched(pem: bytes, ca: bytes) -> _Vouched:
+    """Whether signatures of certificates hold does not change, so the same bytes are looked at once; what
+    does change, time and revocation, is judged by the caller each time."""
+    name, role = identity_of(pem)
+    chain = x.certificates_in(pem, "the identity certificate")
+    depth = _depth(chain, x.certificates_in(ca, CA_CERTIFICATE))
+    key = chain[0].public_key()
+    raw = key.public_bytes_raw() if isinstance(key, ed25519.Ed25519PublicKey) else None
+    between = [(ISSUING, x.period_of(chain[1]))] if depth else []
+    return _Vouched(name, role, depth, raw, (*between, ("", x.period_of(chain[0]))))
 
 
 def check_node(pem: bytes, ca: bytes, name: str) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from roundtable.core.errors import IdentityError
 from roundtable.core.identity import certificates as x
-from roundtable.core.identity.credentials import CRL, identity_of
+from roundtable.core.identity.credentials import CRL, REMEMBERED, identity_of
 from roundtable.core.identity.invitation import Secret, is_token
 from roundtable.core.identity.revocation import LARGEST, NOTHING, newer, parse_list
 from roundtable.server.auth.oidc import OidcTable, Provider
@@ -222,7 +222,7 @@ def credential_of(bearer: str) -> str:
         return hashlib.sha256(bearer.encode()).hexdigest()
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=REMEMBERED)
 def _read(
     pem: bytes, roots: tuple[x509.Certificate, ...]
 ) -> tuple[str, Caller, tuple[int, ...], bool, float, float]:

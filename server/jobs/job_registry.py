@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -66,9 +66,7 @@ class JobRegistry:
         self._background: asyncio.Task[None] | None = None
         self._left_out: set[tuple[str, str, m.Step]] = set()
         self._series = Series(services, self._follow)
-        self.turns = Turns(
-            self._runners.values, services.sessions.clients, self._statuses, services.clock, services.queue
-        )
+        self.turns = Turns(self._runners.values, self._statuses, services.clock, services.queue)
 
     @property
     def running(self) -> int:
@@ -222,11 +220,10 @@ class JobRegistry:
             if client.offers(runner.job.task.name):
                 runner.inbox.post(m.ClientJoined(client_info(runner.job, client, self.link(client.name))))
                 runner.collection.rejoined(client.name)
-        self.turns.look()
+        self.turns.learn(client)
 
-    async def tell_what_ended(self, client: AgentRow, since: float) -> None:
-        """Tells an agent that was away of the jobs with its tasks that have ended since then."""
-        rows = await self._services.database.read(lambda connection: store.jobs_ended(connection, since))
+    async def tell_what_ended(self, client: AgentRow, rows: Iterable[store.EndedJob]) -> None:
+        """Tells an agent that was away of those of these jobs that are of its tasks."""
         for row in rows:
             if client.offers(await asyncio.to_thread(_task_in, row.config)):
                 self._services.sessions.send(client.name, _over(row))

@@ -42,12 +42,13 @@ def schedule(
     return _Board(list(contenders), capacities, now, rules).standings()
 
 
-def basis_of_turns(contenders: Iterable[Contender], capacities: Mapping[str, Amounts]) -> object:
+def basis_of_turns(contenders: Iterable[Contender], learnt: int) -> object:
     """All that `schedule` looks at where nobody waits, to compare; None where somebody does.
 
-    Turns that nobody waits for change with the silos that there are, not with the time.
+    Turns that nobody waits for change with the silos that there are, not with the time; `learnt` counts how
+    often something new became known of what they have.
     """
-    basis: list[object] = [capacities]
+    basis: list[object] = [learnt]
     for each in contenders:
         if not each.turn:
             return None

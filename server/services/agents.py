@@ -39,16 +39,16 @@ from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import AgentSession, Identity
 from roundtable.server.services import transfer
+from roundtable.server.services.arrivals import Arrivals, Known
 from roundtable.server.services.installations import Installations
 from roundtable.server.services.job_logs import JobLogs
 from roundtable.server.services.lines import Line, line_of
 from roundtable.server.services.security import Security
 from roundtable.server.services.silo_reports import SiloReports
-from roundtable.server.services.stale_backup import forgotten
 from roundtable.server.services.uploads import Part, Uploads
 from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import AgentRow
-from roundtable.server.store.agent_rows import drain, remember, stored_client
+from roundtable.server.store.agent_rows import drain
 
 log = logging.getLogger("roundtable.server.services.agents")
 
@@ -91,8 +91,9 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         self._security = security
         self._logs = logs
         self._reports = reports
+        self._arrivals = Arrivals(services.database)
         self._installations = Installations(
-            services.database, security.audit, services.alerts, services.clock
+            services.database, self._arrivals, security.audit, services.alerts, services.clock
         )
         self._messages = RateLimit(MESSAGES_A_SECOND, MESSAGES_AT_ONCE, time.monotonic)
         self._lines = RateLimit(LINES_A_SECOND, LINES_AT_ONCE, time.monotonic)
@@ -105,12 +106,12 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
 
     async def serve(self, line: Line) -> None:
         """Serves one agent's control stream from its hello to its end."""
-        client, problem = await self._greet(line)
-        if problem:
+        client, known, problem = await self._greet(line)
+        if problem or known is None:
             log.warning("%s is refused: %s", client.name, problem, extra={"site": client.name})
             await line.write(to_agents.refused(problem))
             return
-        clone = await self._installations.sighting(line.shown.key)
+        clone = self._installations.sighting(line.shown.key, known.installation)
         welcome = self._welcome(clone)
         if not client.tasks and self._services.sessions.get(client.name) is not None:
             # A doctor beside the agent: that goes on, and is not forgotten for one who offers nothing.
@@ -119,18 +120,14 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 async with asyncio.timeout(GOODBYE_SECONDS):
                     await anext(line.requests)
             return
-        stored = await self._services.database.read(lambda c: stored_client(c, client.name))
-        client = client.with_record(stored)
-        await self._services.together.write(lambda connection: remember(connection, client))
+        client = client.with_record(known.client)
+        await self._arrivals.remember(client)
         await line.write(agent_pb2.ToAgent(welcome=welcome))
         session = self._services.sessions.open(client, line.shown)
         session.revocations, session.clone = welcome.revocations, clone
         listening = asyncio.get_running_loop().create_task(self._listen(session, line.requests))
         try:
-            if stored is not None:
-                since = stored.last_seen - BREAKS_NOTICED * self._services.sessions.heartbeat
-                await self._jobs.tell_what_ended(client, since)
-            await self._reports.greet(client.name)
+            await self._tell_news(client, known.client)
             while (message := await session.outbox.get()) is not None:
                 await line.write(message)
         finally:
@@ -163,7 +160,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
     async def Upload(  # type: ignore[override]
         self, requests: AsyncIterator[Part], context: Context
     ) -> agent_pb2.UploadReceipt:
-        name, seen = caller(context), _Seen(requests)
+        name, seen = caller(context), transfer.Seen(requests)
         belongs_to(seen.place)
         return await self._uploads.receive(name, seen)
 
@@ -175,8 +172,18 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         made = await self._security.enrolment.renew(caller(context), shown, renewal)
         return to_agents.certificates(made.name, made.node, made.identity)
 
-    async def _greet(self, line: Line) -> tuple[AgentRow, str]:
-        """Reads the agent's introduction; returns it with the reason why it is refused, or an empty one."""
+    async def _tell_news(self, client: AgentRow, before: AgentRow | None) -> None:
+        """Tells an agent that is here what has come up meanwhile; `before` is how it was last."""
+        breaks = BREAKS_NOTICED * self._services.sessions.heartbeat
+        since = None if before is None else before.last_seen - breaks
+        news = await self._arrivals.news(client.name, since, self._services.clock())
+        await self._jobs.tell_what_ended(client, news.ended)
+        if news.report is not None:
+            self._services.sessions.send(client.name, to_agents.report_wish(news.report))
+
+    async def _greet(self, line: Line) -> tuple[AgentRow, Known | None, str]:
+        """Reads the agent's introduction; returns it, with what is stored of it and the reason why it is
+        refused, or an empty one."""
         name = line.name
         try:
             async with asyncio.timeout(HELLO_SECONDS):
@@ -186,13 +193,18 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
         hello, now = door.message_of(first), self._services.clock()
         if not isinstance(hello, said.Introduction):
             problem = f" ({hello.reason})" if isinstance(hello, said.RefusedMessage) else ""
-            return AgentRow(name, "", (), {}, (), now, now), f"a control stream begins with a hello{problem}"
+            row = AgentRow(name, "", (), {}, (), now, now)
+            return row, None, f"a control stream begins with a hello{problem}"
         client = hello.row(name, now, line.relay)
         if hello.protocol != PROTOCOL_VERSION:
-            return client, (
-                f"the agent {hello.version or 'of an unknown version'} speaks protocol {hello.protocol}, "
-                f"this coordinator {self._version} speaks protocol {PROTOCOL_VERSION}: install the same "
-                "version on both"
+            return (
+                client,
+                None,
+                (
+                    f"the agent {hello.version or 'of an unknown version'} speaks protocol {hello.protocol}, "
+                    f"this coordinator {self._version} speaks protocol {PROTOCOL_VERSION}: install the same "
+                    "version on both"
+                ),
             )
         if abs(hello.clock - now) > CLOCK_TOLERANCE:
             log.warning(
@@ -201,14 +213,15 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 hello.clock - now,
                 extra={"site": name},
             )
-        if old := await forgotten(self._jobs, self._services.database, hello):
-            return client, old
+        known = await self._arrivals.known(name, line.shown.key, hello)
+        if old := self._arrivals.forgotten(self._jobs, hello, known):
+            return client, known, old
         if not client.tasks:
             # A doctor: it is asked for nothing, and speaks for nobody.
-            return client, ""
-        if clone := await self._installations.objection(line, hello.installation):
-            return client, clone
-        return client, self._identify(name, hello.identity)
+            return client, known, ""
+        if clone := await self._installations.objection(line, hello.installation, known.installation):
+            return client, known, clone
+        return client, known, self._identify(name, hello.identity)
 
     def _identify(self, name: str, certificate: bytes) -> str:
         """Keeps the agent's signing identity; returns what is wrong with it. Having none is allowed."""
@@ -376,25 +389,3 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 )
                 runner.give_up_on(step, failure)
         session.end()
-
-
-class _Seen:
-    """An upload's messages, with its header kept for the lines of the log."""
-
-    def __init__(self, parts: AsyncIterator[Part]) -> None:
-        self._parts = aiter(parts)
-        self.header = agent_pb2.UploadHeader()
-
-    def __aiter__(self) -> AsyncIterator[Part]:
-        return self
-
-    async def __anext__(self) -> Part:
-        part = await anext(self._parts)
-        if isinstance(part, agent_pb2.UploadHeader):
-            self.header = part
-        return part
-
-    def place(self) -> dict[str, object]:
-        """The fields that log lines about this upload carry."""
-        step = self.header.step
-        return {"job": step.job, "round": step.round, "attempt": step.attempt, "phase": step.phase}

@@ -26,6 +26,7 @@ from roundtable.server.door.from_agents import message_of
 from roundtable.server.door.to_agents import CloneSighting
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.incidents import clone_incident
+from roundtable.server.services.arrivals import Arrivals
 from roundtable.server.services.lines import Line
 from roundtable.server.store import Database
 from roundtable.server.store import trust_rows as store
@@ -40,17 +41,26 @@ class Installations:
     """Asks who says hello for a proof, and compares with what is bound."""
 
     def __init__(
-        self, database: Database, audit: AuditLog, alerts: Alerts, clock: Callable[[], float]
+        self,
+        database: Database,
+        arrivals: Arrivals,
+        audit: AuditLog,
+        alerts: Alerts,
+        clock: Callable[[], float],
     ) -> None:
         self._database = database
+        self._arrivals = arrivals
         self._clock = clock
         self._audit = audit
         self._alerts = alerts
         self._told = RateLimit(ALERTS_A_SECOND, 1.0, time.monotonic)
         self._sightings: dict[str, CloneSighting] = {}
 
-    async def objection(self, line: Line, installation: bytes) -> str:
-        """Why this is not the installation that the certificate belongs to; empty for the one that is."""
+    async def objection(self, line: Line, installation: bytes, bound: store.InstallationRow | None) -> str:
+        """Why this is not the installation that the certificate belongs to; empty for the one that is.
+
+        `bound` is what was stored of that.
+        """
         name = line.name
         if installation:
             proof, values = await _proof(line)
@@ -63,11 +73,10 @@ class Installations:
                 check_signature(installation, "installation", values, proof, name)
             except IdentityError as error:
                 return await self._refused(line, str(error))
-        row = store.InstallationRow(line.shown.key, name, installation.hex(), self._clock())
-        bound = await self._database.read(lambda connection: store.installation_of(connection, row.key))
         if bound is None and installation:
-            bound = await self._database.write(lambda connection: store.bind_installation(connection, row))
-        if (bound.installation if bound else "") == row.installation:
+            row = store.InstallationRow(line.shown.key, name, installation.hex(), self._clock())
+            bound = await self._arrivals.bind(row)
+        if (bound.installation if bound else "") == installation.hex():
             return ""
         return await self._refused(
             line,
@@ -84,16 +93,14 @@ class Installations:
             now, key = self._clock(), line.shown.key
             self._alerts.tell(clone_incident(name), f"{reason} (from {address})", now)
             await self._database.write(lambda connection: store.note_clone(connection, key, now, address))
-            await self.sighting(key)
+            self._sightings[key] = CloneSighting(now, address)
         return reason
 
-    async def sighting(self, key: str) -> CloneSighting | None:
-        """Who was refused last for coming with this key; None where nobody was."""
-        row = await self._database.read(lambda connection: store.installation_of(connection, key))
-        if row is None or not row.clone_time:
-            return None
-        self._sightings[key] = CloneSighting(row.clone_time, row.clone_address)
-        return self._sightings[key]
+    def sighting(self, key: str, bound: store.InstallationRow | None) -> CloneSighting | None:
+        """Who was refused last for coming with this key, of which this was stored; None where nobody was."""
+        if key not in self._sightings and bound is not None and bound.clone_time:
+            self._sightings[key] = CloneSighting(bound.clone_time, bound.clone_address)
+        return self._sightings.get(key)
 
     def news(self, key: str) -> CloneSighting | None:
         """The newest sighting that this coordinator has noted or looked up since its start."""

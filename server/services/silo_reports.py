@@ -20,7 +20,6 @@ from roundtable.server.store.report_rows import (
     ReportRow,
     ask_report,
     newest_report,
-    open_report,
     settle_report,
 )
 
@@ -56,13 +55,6 @@ class SiloReports:
             message = f"nobody has asked {silo!r} for a report of late"
             raise Refusal(grpc.StatusCode.NOT_FOUND, message)
         return row.at(self._services.clock())
-
-    async def greet(self, silo: str) -> None:
-        """Asks a silo that has just come for what it has still to answer."""
-        now = self._services.clock()
-        row = await self._services.database.read(lambda connection: open_report(connection, silo, now))
-        if row is not None:
-            self._services.sessions.send(silo, to_agents.report_wish(row))
 
     async def heard(self, silo: str, said: ReportSaid) -> bool:
         """Keeps what a silo says to a request; False where it was asked for none such."""

@@ -16,7 +16,7 @@ from blake3 import blake3
 from roundtable.core.errors import StorageError
 from roundtable.core.failpoints import failpoint
 from roundtable.core.machine.file_access import PLAIN_READ, read_at
-from roundtable.proto import CHUNK_BYTES
+from roundtable.proto import CHUNK_BYTES, agent_pb2
 from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Context, Refusal
 from roundtable.server.door.from_operators import DownloadWish
@@ -28,6 +28,28 @@ Result = TypeVar("Result")
 MAX_CHUNK_BYTES = 2 << 20
 # Chunks that one visit to a thread reads or writes: on a busy machine each visit waits for its turn.
 AT_ONCE = 4
+
+
+class Seen:
+    """An upload's messages, with its header kept for the lines of the log."""
+
+    def __init__(self, parts: AsyncIterator[Piece | agent_pb2.UploadHeader | None]) -> None:
+        self._parts = aiter(parts)
+        self.header = agent_pb2.UploadHeader()
+
+    def __aiter__(self) -> AsyncIterator[Piece | agent_pb2.UploadHeader | None]:
+        return self
+
+    async def __anext__(self) -> Piece | agent_pb2.UploadHeader | None:
+        part = await anext(self._parts)
+        if isinstance(part, agent_pb2.UploadHeader):
+            self.header = part
+        return part
+
+    def place(self) -> dict[str, object]:
+        """The fields that log lines about this upload carry."""
+        step = self.header.step
+        return {"job": step.job, "round": step.round, "attempt": step.attempt, "phase": step.phase}
 
 
 class Turnstile:

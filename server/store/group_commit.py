@@ -1,11 +1,12 @@
-"""Many small writes in one transaction: a thousand agents that connect at once wait for one sync only."""
+"""Many small pieces of work in one transaction: a thousand agents that come at once wait for one sync."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from sqlalchemy.engine import Connection
 
@@ -13,41 +14,82 @@ from roundtable.core.errors import StorageError
 from roundtable.server.store.database import Database
 
 Work = Callable[[Connection], Any]
+Asked = TypeVar("Asked")
+Found = TypeVar("Found")
+
+MOST_TOGETHER = 500
+"""What one transaction holds: others have their turn in between."""
+RUSH, GATHERING = 10.0, 0.25
+"""Above so many a second they gather for so many seconds."""
 
 
-class GroupedWrites:
-    """Lets writes that come during a transaction share the next one: all of them are durable, or none."""
+class Gathered(Generic[Asked, Found]):
+    """What is asked during a transaction shares the next one.
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self._waiting: list[tuple[Work, asyncio.Future[None]]] = []
+    `run` is a database's `write` or `read`; `work` answers many at once, each in its place. In a rush
+    transactions keep `GATHERING` seconds apart, so that their number does not grow with those who come.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Callable[[Connection], Sequence[Found]]], Awaitable[Sequence[Found]]],
+        work: Callable[[Connection, Sequence[Asked]], Sequence[Found]],
+    ) -> None:
+        self._run = run
+        self._work = work
+        self._waiting: list[tuple[Asked, asyncio.Future[Found]]] = []
         self._flushing: asyncio.Task[None] | None = None
+        self._rate = self._came = self._began = 0.0
 
-    async def write(self, work: Work) -> None:
-        """Writes; durable when this returns. StorageError if the shared transaction failed."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((work, done))
+    async def ask(self, asked: Asked) -> Found:
+        """The answer; what was written is durable. StorageError if the shared transaction failed."""
+        done: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+        self._waiting.append((asked, done))
+        now = time.monotonic()
+        self._rate = self._rate * math.exp(self._came - now) + 1.0
+        self._came = now
         if self._flushing is None or self._flushing.done():
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
-        await done
+        return await done
 
     async def _flush(self) -> None:
         while self._waiting:
-            batch, self._waiting = self._waiting, []
-            error: StorageError | None = None
-            try:
-                await self._database.write(partial(_all, batch))
-            except StorageError as found:
-                error = found
-            for _, done in batch:
-                if done.done():
-                    continue
-                if error is None:
-                    done.set_result(None)
-                else:
-                    done.set_exception(error)
+            wait = self._began + GATHERING - time.monotonic()
+            if self._rate > RUSH and wait > 0.0 and len(self._waiting) < MOST_TOGETHER:
+                await asyncio.sleep(wait)
+            self._began = time.monotonic()
+            batch, self._waiting = self._waiting[:MOST_TOGETHER], self._waiting[MOST_TOGETHER:]
+            await self._answer(batch)
+
+    async def _answer(self, batch: Sequence[tuple[Asked, asyncio.Future[Found]]]) -> None:
+        found: Sequence[Found] = ()
+        failed: StorageError | None = None
+        asked = [each for each, _ in batch]
+        try:
+            found = await self._run(lambda connection: self._work(connection, asked))
+        except StorageError as error:
+            failed = error
+        for place, (_, done) in enumerate(batch):
+            if done.done():
+                continue
+            if failed is None:
+                done.set_result(found[place])
+            else:
+                done.set_exception(failed)
 
 
-def _all(batch: list[tuple[Work, asyncio.Future[None]]], connection: Connection) -> None:
-    for work, _ in batch:
+class GroupedWrites:
+    """Writes of many callers that share transactions: all of one are durable, or none."""
+
+    def __init__(self, database: Database) -> None:
+        self._writes: Gathered[Work, None] = Gathered(database.write, _all)
+
+    async def write(self, work: Work) -> None:
+        """Writes; durable when this returns. StorageError if the shared transaction failed."""
+        await self._writes.ask(work)
+
+
+def _all(connection: Connection, batch: Sequence[Work]) -> list[None]:
+    for work in batch:
         work(connection)
+    return [None] * len(batch)

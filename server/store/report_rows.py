@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -54,6 +55,14 @@ def open_report(connection: Connection, silo: str, now: float) -> ReportRow | No
     """The request that the silo has still to answer."""
     found = newest_report(connection, silo)
     return found if found is not None and found.at(now).status in OPEN else None
+
+
+def open_reports(connection: Connection, silos: Mapping[str, float]) -> dict[str, ReportRow]:
+    """The requests that silos have still to answer, each at its own time; none for those that have none."""
+    table = tables.reports.c
+    query = sa.select(tables.reports).where(table.silo.in_(list(silos))).order_by(table.created)
+    newest = {row.silo: row for each in connection.execute(query) if (row := _row(each)) is not None}
+    return {silo: row for silo, row in newest.items() if row.at(silos[silo]).status in OPEN}
 
 
 def newest_report(connection: Connection, silo: str) -> ReportRow | None:

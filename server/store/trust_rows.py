@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
@@ -168,19 +169,24 @@ def revoked_silos(connection: Connection) -> set[str]:
     return {name for (role, name), gone in found.items() if role == "agent" and not gone.reissued}
 
 
-def installation_of(connection: Connection, key: str) -> InstallationRow | None:
-    """The installation that a key belongs to; None where none is bound yet."""
+def installations_of(connection: Connection, keys: Collection[str]) -> dict[str, InstallationRow]:
+    """The installations that keys belong to, without those of keys that none is bound to yet."""
     table = tables.installations
-    row = connection.execute(sa.select(table).where(table.c.key == key)).first()
-    return InstallationRow(**row._mapping) if row else None
+    rows = connection.execute(sa.select(table).where(table.c.key.in_(list(keys))))
+    return {row.key: InstallationRow(**row._mapping) for row in rows}
 
 
-def bind_installation(connection: Connection, row: InstallationRow) -> InstallationRow:
-    """Binds a key to an installation unless it is bound; the one that it belongs to now."""
-    if bound := installation_of(connection, row.key):
-        return bound
-    connection.execute(sa.insert(tables.installations).values(asdict(row)))
-    return row
+def bind_installations(connection: Connection, rows: Sequence[InstallationRow]) -> list[InstallationRow]:
+    """Binds each key to its first installation unless it is bound; those that they belong to now."""
+    bound = installations_of(connection, {row.key for row in rows})
+    fresh: dict[str, InstallationRow] = {}
+    for row in rows:
+        if row.key not in bound:
+            fresh.setdefault(row.key, row)
+    if fresh:
+        connection.execute(sa.insert(tables.installations), [asdict(row) for row in fresh.values()])
+    known = {**bound, **fresh}
+    return [known[row.key] for row in rows]
 
 
 def note_clone(connection: Connection, key: str, time: float, address: str) -> None:

@@ -34,26 +34,25 @@ BUSY_SHARE = 0.1
 class Turns:
     """The queue of all jobs that are not over; `look` tells it that something may have changed.
 
-    `runners` and `silos` are those that there are and that are connected; `statuses` reads of jobs, by
-    identifier, how they stand; `rules` are the operators' for the queue.
+    `runners` are those that there are; `statuses` reads of jobs, by identifier, how they stand; `rules` are
+    the operators' for the queue.
     """
 
     def __init__(
         self,
         runners: Callable[[], Iterable[JobRunner]],
-        silos: Callable[[], Iterable[AgentRow]],
         statuses: Callable[[frozenset[str]], Awaitable[Mapping[str, str]]],
         clock: Callable[[], float],
         rules: QueueRules,
     ) -> None:
         self._runners = runners
-        self._silos = silos
         self._statuses = statuses
         self._clock = clock
         self._rules = rules
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._capacities: dict[str, Amounts] = {}
+        self._learnt = 0
         self._ended: dict[str, str] = {}
         self._decided: list[Standing] = []
         self._decided_on: object = None
@@ -61,6 +60,14 @@ class Turns:
     def look(self) -> None:
         """Something has happened that may change who has a turn."""
         self._wake.set()
+
+    def learn(self, silo: AgentRow) -> None:
+        """Notes what a silo that is connected has, which counts as what it had once it is away; and looks."""
+        amounts = amounts_of(silo)
+        if self._capacities.get(silo.name) != amounts:
+            self._capacities[silo.name] = amounts
+            self._learnt += 1
+        self.look()
 
     def start(self) -> None:
         """Begins to decide."""
@@ -106,12 +113,7 @@ class Turns:
         return [each for each in found if each is not None]
 
     def _schedule(self, contenders: list[Contender], now: float) -> list[Standing]:
-        return schedule(contenders, self._learn_capacities(), now, self._rules)
-
-    def _learn_capacities(self) -> Mapping[str, Amounts]:
-        """What each silo has; of one that is away, what it had."""
-        self._capacities = self._capacities | {silo.name: amounts_of(silo) for silo in self._silos()}
-        return self._capacities
+        return schedule(contenders, self._capacities, now, self._rules)
 
     async def _run(self) -> None:
         while True:
@@ -158,7 +160,7 @@ class Turns:
     def _standings(self) -> list[Standing]:
         """As `schedule` decides; as before where nobody waits and nothing that counts then has changed."""
         contenders = self.contenders()
-        basis = basis_of_turns(contenders, self._learn_capacities())
+        basis = basis_of_turns(contenders, self._learnt)
         if basis is not None and basis == self._decided_on:
             return self._decided
         self._decided_on = basis

@@ -11,7 +11,7 @@ from scripted_agent import ScriptedAgent
 from service import Operator, running
 
 from roundtable.server import ServerConfig
-from roundtable.server.store.agent_rows import stored_client
+from roundtable.server.store.agent_rows import stored_clients
 
 ONE = "[cohort]\nsize = 1\n[evaluation]\nevery = 0\n"
 PRIVATE = """[cohort]
@@ -45,8 +45,7 @@ async def test_a_later_job_knows_of_earlier_ones_after_a_restart_too(
         Operator(coordinator.port, certificates / "olga") as olga,
         ScriptedAgent(coordinator.port, certificates / "alder") as alder,
     ):
-        stored = await coordinator._database.read(lambda c: stored_client(c, "alder"))
-        assert stored is not None
+        stored = await coordinator._database.read(lambda c: stored_clients(c, ["alder"])["alder"])
         assert (stored.selected, stored.completed, stored.examples) == (1, 1, examples)
         job = await olga.submit(ONE, rounds=1, request="r2")
         while (said := await alder.next()) and said.WhichOneof("message") == "withdraw":

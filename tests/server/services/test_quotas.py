@@ -272,7 +272,7 @@ async def test_a_hello_that_remembers_too_much(
         return positions_of(connection, jobs)
 
     steps = [common_pb2.Step(job=f"{n:064x}", round=1) for n in range(20_000)]
-    monkeypatch.setattr("roundtable.server.services.stale_backup.positions_of", counted)
+    monkeypatch.setattr("roundtable.server.services.arrivals.positions_of", counted)
     agent = ScriptedAgent(coordinator.port, certificates / "alder")
     first = await agent.connect(coordinator=coordinator._database.identity, seen=steps)
     assert "names 20000 jobs that it remembers; at most 1000 can be" in first.refused.reason
