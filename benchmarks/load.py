@@ -11,8 +11,9 @@ The agents are light (light_agents.py): many to a process, each with its own cer
 over TLS), heartbeats and uploads. Latency is from the event "round_started" to the instruction's arrival at
 an agent. With `--dial` so many of them dial a second, as their own handshakes take as much of this machine as
 the coordinator's, and its deadline for one is 10 s.
-At the end the coordinator is killed and started again, and all come back. Meanwhile somebody asks it how it
-is and what waits, as `roundtable status` and `job queue` do: how long that takes is told for each part.
+At the end the coordinator is killed and started again, and all come back, relays by themselves; then one of
+those is killed and started again. Meanwhile somebody asks the coordinator how it is and what waits, as
+`roundtable status` and `job queue` do: how long that takes is told for each part.
 What hours of such rounds do to a coordinator: benchmarks/soak.py.
 """
 
@@ -64,33 +65,53 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@contextmanager
-def relays(folder: Path, port: int, count: int, heartbeat: float = HEARTBEAT) -> Iterator[dict[str, int]]:
-    """So many relays, each in a process of its own: name and port."""
-    ports, processes = {f"relay{number}": free_port() for number in range(count)}, []
-    for name, own in ports.items():
+class Region:
+    """A relay in a process of its own."""
+
+    def __init__(self, folder: Path, name: str, port: int, heartbeat: float) -> None:
+        self.name, self.port, self._folder = name, free_port(), folder
         issue(folder / "ca", name, "relay", folder / name, hosts=("localhost", "127.0.0.1"))
         values = {
             "coordinator": f"localhost:{port}",
-            "listen": f"127.0.0.1:{own}",
+            "listen": f"127.0.0.1:{self.port}",
             "credentials": name,
             "state": f"{name}-state",
             "heartbeat": heartbeat,
         }
-        file = folder / f"{name}.toml"
-        file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
-        with (folder / f"{name}.log").open("wb") as log:
-            command = [sys.executable, "-m", "roundtable", "relay", "--config", str(file)]
-            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log))
+        settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+        (folder / f"{name}.toml").write_text(settings)
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with (self._folder / f"{self.name}.log").open("ab") as log:
+            command = [sys.executable, "-m", "roundtable", "relay", "--config", f"{self.name}.toml"]
+            return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=self._folder)
+
+    def listens(self) -> None:
+        """Waits until it does."""
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+
+    def again(self) -> None:
+        """Kills it and starts it; it listens when this returns."""
+        self.process.kill()
+        self.process.wait()
+        self.process = self._start()
+        self.listens()
+
+
+@contextmanager
+def relays(folder: Path, port: int, count: int, heartbeat: float = HEARTBEAT) -> Iterator[list[Region]]:
+    """So many relays."""
+    regions = [Region(folder, f"relay{number}", port, heartbeat) for number in range(count)]
     try:
-        for process in processes:
-            assert process.stdout is not None
-            process.stdout.readline()
-        yield ports
+        for region in regions:
+            region.listens()
+        yield regions
     finally:
-        for process in processes:
-            process.terminate()
-            process.wait(60)
+        for region in regions:
+            region.process.terminate()
+            region.process.wait(60)
 
 
 @contextmanager
@@ -140,7 +161,7 @@ class Load:
     ) -> None:
         self.dial, self.heartbeat = dial, heartbeat
         self.folder, self.agents, self.cohort, self.rounds = folder, agents, cohort, rounds
-        self.regions, self._through = regions, dict[str, int]()
+        self.regions, self._through = regions, list[Region]()
         self._each = min(AGENTS_A_PROCESS, -(-agents // max(1, regions)))
         self.train = train
         self.port = free_port()
@@ -174,10 +195,9 @@ class Load:
                 self._rounds(operator, process)
                 if self.regions:
                     self._rounds(operator, process, summed=True)
-            if not self.regions:
-                process.kill()
-                process.wait()
-                self._storm(operator)
+            process.kill()
+            process.wait()
+            self._storm(operator)
             self._latencies(workers)
 
     def bare(self) -> None:
@@ -201,18 +221,38 @@ class Load:
     def _storm(self, operator: OperatorClient) -> None:
         """The coordinator was killed: it starts again, and all agents come back at once."""
         held = coordinator(self.folder, self.port, heartbeat=self.heartbeat)
-        with held as process, self._asking("in the storm"):
-            began = time.monotonic()
-            while (here := self.online(operator)) < self.agents:
-                if time.monotonic() - began > STORM_SECONDS:
-                    break
-                time.sleep(0.2)
-            seconds = time.monotonic() - began
-            print(
-                f"{here} of {self.agents} agents are back {seconds:.1f} s after the coordinator that was "
-                f"killed listens again; its CPU {_cpu(process):.1f} s, of which its start is a part",
-                flush=True,
-            )
+        with held as process:
+            with self._asking("in the storm"):
+                here, seconds = self._until_back(operator)
+                print(
+                    f"{here} of {self.agents} agents are back {seconds:.1f} s after the coordinator that was "
+                    f"killed listens again; its CPU {_cpu(process):.1f} s, of which its start is a part",
+                    flush=True,
+                )
+            if self._through:
+                with self._asking("while a relay was gone"):
+                    self._relay_storm(operator, process)
+
+    def _relay_storm(self, operator: OperatorClient, process: psutil.Process) -> None:
+        """A relay is killed, and starts again: its agents come back."""
+        cpu, before = _cpu(process), self.online(operator)
+        self._through[0].again()
+        behind = before - self.online(operator)
+        here, seconds = self._until_back(operator)
+        print(
+            f"{here} of {self.agents} agents are there {seconds:.1f} s after the relay that was killed with "
+            f"{behind} of them behind it listens again; coordinator's CPU {_cpu(process) - cpu:.1f} s",
+            flush=True,
+        )
+
+    def _until_back(self, operator: OperatorClient) -> tuple[int, float]:
+        """How many are there once all are, or it has taken too long; and seconds."""
+        began = time.monotonic()
+        while (here := self.online(operator)) < self.agents:
+            if time.monotonic() - began > STORM_SECONDS:
+                break
+            time.sleep(0.2)
+        return here, time.monotonic() - began
 
     @contextmanager
     def _asking(self, when: str) -> Iterator[None]:
@@ -267,12 +307,12 @@ class Load:
 
     def _place(self, first: int) -> list[str]:
         """What a process full of agents is told; those behind relays are dealt out process by process."""
-        names = list(self._through)
-        relay = names[first // self._each % len(names)] if names else ""
-        count, port = min(self._each, self.agents - first), self._through.get(relay, self.port)
+        through = self._through
+        relay = through[first // self._each % len(through)] if through else None
+        count, port = min(self._each, self.agents - first), relay.port if relay else self.port
         values = (self.folder, port, first, count, self.train, self.dial, self.heartbeat)
         told = [str(each) for each in values]
-        return [*told, relay] if relay else told
+        return [*told, relay.name] if relay else told
 
     @staticmethod
     def online(operator: OperatorClient) -> int:

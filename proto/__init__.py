@@ -10,5 +10,14 @@ PROTOCOL_VERSION = 1
 CHUNK_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 4 << 20
 EVENTS_AT_ONCE = 500
+MOST_TOGETHER, TOGETHER_BYTES = 500, 1 << 20
+"""What a trunk carries in one message: so many of others at most, and none more once it has so many bytes."""
 
-__all__ = ["CHUNK_BYTES", "EVENTS_AT_ONCE", "MAX_MESSAGE_BYTES", "PROTOCOL_VERSION"]
+__all__ = [
+    "CHUNK_BYTES",
+    "EVENTS_AT_ONCE",
+    "MAX_MESSAGE_BYTES",
+    "MOST_TOGETHER",
+    "PROTOCOL_VERSION",
+    "TOGETHER_BYTES",
+]

@@ -16,7 +16,7 @@ from roundtable.proto import agent_pb2 as roundtable_dot_proto_dot_agent__pb2
 from roundtable.proto import common_pb2 as roundtable_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1croundtable/proto/relay.proto\x12\rroundtable.v1\x1a\x1croundtable/proto/agent.proto\x1a\x1droundtable/proto/common.proto\"\xd0\x01\n\tFromRelay\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.roundtable.v1.RelayHelloH\x00\x12(\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.RelayBeatH\x00\x12)\n\x04said\x18\x03 \x01(\x0b\x32\x19.roundtable.v1.SaidBySiloH\x00\x12\x0e\n\x04left\x18\x04 \x01(\tH\x00\x12\'\n\x06\x62\x65\x61rer\x18\x05 \x01(\x0b\x32\x15.roundtable.v1.BearerH\x00\x42\t\n\x07message\"\xd4\x01\n\x07ToRelay\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.roundtable.v1.RelayWelcomeH\x00\x12(\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.RelayBeatH\x00\x12)\n\x04said\x18\x03 \x01(\x0b\x32\x19.roundtable.v1.SaidToSiloH\x00\x12\x0f\n\x05\x65nded\x18\x04 \x01(\tH\x00\x12\x11\n\x07refused\x18\x05 \x01(\tH\x00\x12\x15\n\x0brevocations\x18\x06 \x01(\x0cH\x00\x42\t\n\x07message\">\n\nRelayHello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x01\"s\n\x0cRelayWelcome\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\r\n\x05\x63lock\x18\x04 \x01(\x01\x12\x13\n\x0brevocations\x18\x05 \x01(\x0c\"\x0b\n\tRelayBeat\"E\n\nSaidBySilo\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12)\n\x07message\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.FromAgent\"C\n\nSaidToSilo\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12\'\n\x07message\x18\x02 \x01(\x0b\x32\x16.roundtable.v1.ToAgent\"g\n\x06\x42\x65\x61rer\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\x14\n\x0cinstallation\x18\x03 \x01(\x0c\x12\'\n\x07passage\x18\x04 \x01(\x0b\x32\x16.roundtable.v1.Passage\"d\n\x07SumPart\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.roundtable.v1.SumHeaderH\x00\x12%\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x14.roundtable.v1.ChunkH\x00\x42\x06\n\x04part\"\xa9\x02\n\tSumHeader\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12(\n\x07\x63ontent\x18\x02 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12)\n\x07members\x18\x03 \x03(\x0b\x32\x18.roundtable.v1.SumMember\x12\x0c\n\x04time\x18\x04 \x01(\x01\x12\x11\n\tsignature\x18\x05 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x06 \x01(\x0c\x12\x0e\n\x06offset\x18\x07 \x01(\x04\x12\x0b\n\x03\x61sk\x18\x08 \x01(\x08\x12%\n\x04sums\x18\t \x03(\x0b\x32\x17.roundtable.v1.SumBelow\x12*\n\x06within\x18\n \x03(\x0b\x32\x1a.roundtable.v1.RegionRound\"k\n\x0bRegionRound\x12\r\n\x05round\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04made\x18\x03 \x01(\t\x12\r\n\x05silos\x18\x04 \x01(\r\x12\x10\n\x08\x65xamples\x18\x05 \x01(\x04\x12\x0f\n\x07members\x18\x06 \x01(\t\"C\n\x08SumBelow\x12\r\n\x05relay\x18\x01 \x01(\t\x12(\n\x06header\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.SumHeader\"F\n\tSumMember\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12+\n\x06header\x18\x02 \x01(\x0b\x32\x1b.roundtable.v1.UploadHeader\"k\n\nSumReceipt\x12\r\n\x05taken\x18\x01 \x01(\x08\x12-\n\x07members\x18\x02 \x03(\x0b\x32\x1c.roundtable.v1.MemberReceipt\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"L\n\rMemberReceipt\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12-\n\x07receipt\x18\x02 \x01(\x0b\x32\x1c.roundtable.v1.UploadReceipt2\x83\x01\n\x06Relays\x12=\n\x05Trunk\x12\x18.roundtable.v1.FromRelay\x1a\x16.roundtable.v1.ToRelay(\x01\x30\x01\x12:\n\x03Sum\x12\x16.roundtable.v1.SumPart\x1a\x19.roundtable.v1.SumReceipt(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1croundtable/proto/relay.proto\x12\rroundtable.v1\x1a\x1croundtable/proto/agent.proto\x1a\x1droundtable/proto/common.proto\"\x84\x02\n\tFromRelay\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.roundtable.v1.RelayHelloH\x00\x12(\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.RelayBeatH\x00\x12)\n\x04said\x18\x03 \x01(\x0b\x32\x19.roundtable.v1.SaidBySiloH\x00\x12\x0e\n\x04left\x18\x04 \x01(\tH\x00\x12\'\n\x06\x62\x65\x61rer\x18\x05 \x01(\x0b\x32\x15.roundtable.v1.BearerH\x00\x12\x32\n\x07several\x18\x06 \x01(\x0b\x32\x1f.roundtable.v1.SeveralFromRelayH\x00\x42\t\n\x07message\">\n\x10SeveralFromRelay\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.roundtable.v1.FromRelay\"\x86\x02\n\x07ToRelay\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.roundtable.v1.RelayWelcomeH\x00\x12(\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.RelayBeatH\x00\x12)\n\x04said\x18\x03 \x01(\x0b\x32\x19.roundtable.v1.SaidToSiloH\x00\x12\x0f\n\x05\x65nded\x18\x04 \x01(\tH\x00\x12\x11\n\x07refused\x18\x05 \x01(\tH\x00\x12\x15\n\x0brevocations\x18\x06 \x01(\x0cH\x00\x12\x30\n\x07several\x18\x07 \x01(\x0b\x32\x1d.roundtable.v1.SeveralToRelayH\x00\x42\t\n\x07message\":\n\x0eSeveralToRelay\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.roundtable.v1.ToRelay\"P\n\nRelayHello\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x01\x12\x10\n\x08together\x18\x04 \x01(\r\"\x85\x01\n\x0cRelayWelcome\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\r\n\x05\x63lock\x18\x04 \x01(\x01\x12\x13\n\x0brevocations\x18\x05 \x01(\x0c\x12\x10\n\x08together\x18\x06 \x01(\r\"\x0b\n\tRelayBeat\"E\n\nSaidBySilo\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12)\n\x07message\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.FromAgent\"C\n\nSaidToSilo\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12\'\n\x07message\x18\x02 \x01(\x0b\x32\x16.roundtable.v1.ToAgent\"g\n\x06\x42\x65\x61rer\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\x14\n\x0cinstallation\x18\x03 \x01(\x0c\x12\'\n\x07passage\x18\x04 \x01(\x0b\x32\x16.roundtable.v1.Passage\"d\n\x07SumPart\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.roundtable.v1.SumHeaderH\x00\x12%\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x14.roundtable.v1.ChunkH\x00\x42\x06\n\x04part\"\xa9\x02\n\tSumHeader\x12!\n\x04step\x18\x01 \x01(\x0b\x32\x13.roundtable.v1.Step\x12(\n\x07\x63ontent\x18\x02 \x01(\x0b\x32\x17.roundtable.v1.Artifact\x12)\n\x07members\x18\x03 \x03(\x0b\x32\x18.roundtable.v1.SumMember\x12\x0c\n\x04time\x18\x04 \x01(\x01\x12\x11\n\tsignature\x18\x05 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x06 \x01(\x0c\x12\x0e\n\x06offset\x18\x07 \x01(\x04\x12\x0b\n\x03\x61sk\x18\x08 \x01(\x08\x12%\n\x04sums\x18\t \x03(\x0b\x32\x17.roundtable.v1.SumBelow\x12*\n\x06within\x18\n \x03(\x0b\x32\x1a.roundtable.v1.RegionRound\"k\n\x0bRegionRound\x12\r\n\x05round\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04made\x18\x03 \x01(\t\x12\r\n\x05silos\x18\x04 \x01(\r\x12\x10\n\x08\x65xamples\x18\x05 \x01(\x04\x12\x0f\n\x07members\x18\x06 \x01(\t\"C\n\x08SumBelow\x12\r\n\x05relay\x18\x01 \x01(\t\x12(\n\x06header\x18\x02 \x01(\x0b\x32\x18.roundtable.v1.SumHeader\"F\n\tSumMember\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12+\n\x06header\x18\x02 \x01(\x0b\x32\x1b.roundtable.v1.UploadHeader\"k\n\nSumReceipt\x12\r\n\x05taken\x18\x01 \x01(\x08\x12-\n\x07members\x18\x02 \x03(\x0b\x32\x1c.roundtable.v1.MemberReceipt\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"L\n\rMemberReceipt\x12\x0c\n\x04silo\x18\x01 \x01(\t\x12-\n\x07receipt\x18\x02 \x01(\x0b\x32\x1c.roundtable.v1.UploadReceipt2\x83\x01\n\x06Relays\x12=\n\x05Trunk\x12\x18.roundtable.v1.FromRelay\x1a\x16.roundtable.v1.ToRelay(\x01\x30\x01\x12:\n\x03Sum\x12\x16.roundtable.v1.SumPart\x1a\x19.roundtable.v1.SumReceipt(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -24,35 +24,39 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'roundtable.proto.relay_pb2'
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_FROMRELAY']._serialized_start=109
-  _globals['_FROMRELAY']._serialized_end=317
-  _globals['_TORELAY']._serialized_start=320
-  _globals['_TORELAY']._serialized_end=532
-  _globals['_RELAYHELLO']._serialized_start=534
-  _globals['_RELAYHELLO']._serialized_end=596
-  _globals['_RELAYWELCOME']._serialized_start=598
-  _globals['_RELAYWELCOME']._serialized_end=713
-  _globals['_RELAYBEAT']._serialized_start=715
-  _globals['_RELAYBEAT']._serialized_end=726
-  _globals['_SAIDBYSILO']._serialized_start=728
-  _globals['_SAIDBYSILO']._serialized_end=797
-  _globals['_SAIDTOSILO']._serialized_start=799
-  _globals['_SAIDTOSILO']._serialized_end=866
-  _globals['_BEARER']._serialized_start=868
-  _globals['_BEARER']._serialized_end=971
-  _globals['_SUMPART']._serialized_start=973
-  _globals['_SUMPART']._serialized_end=1073
-  _globals['_SUMHEADER']._serialized_start=1076
-  _globals['_SUMHEADER']._serialized_end=1373
-  _globals['_REGIONROUND']._serialized_start=1375
-  _globals['_REGIONROUND']._serialized_end=1482
-  _globals['_SUMBELOW']._serialized_start=1484
-  _globals['_SUMBELOW']._serialized_end=1551
-  _globals['_SUMMEMBER']._serialized_start=1553
-  _globals['_SUMMEMBER']._serialized_end=1623
-  _globals['_SUMRECEIPT']._serialized_start=1625
-  _globals['_SUMRECEIPT']._serialized_end=1732
-  _globals['_MEMBERRECEIPT']._serialized_start=1734
-  _globals['_MEMBERRECEIPT']._serialized_end=1810
-  _globals['_RELAYS']._serialized_start=1813
-  _globals['_RELAYS']._serialized_end=1944
+  _globals['_FROMRELAY']._serialized_end=369
+  _globals['_SEVERALFROMRELAY']._serialized_start=371
+  _globals['_SEVERALFROMRELAY']._serialized_end=433
+  _globals['_TORELAY']._serialized_start=436
+  _globals['_TORELAY']._serialized_end=698
+  _globals['_SEVERALTORELAY']._serialized_start=700
+  _globals['_SEVERALTORELAY']._serialized_end=758
+  _globals['_RELAYHELLO']._serialized_start=760
+  _globals['_RELAYHELLO']._serialized_end=840
+  _globals['_RELAYWELCOME']._serialized_start=843
+  _globals['_RELAYWELCOME']._serialized_end=976
+  _globals['_RELAYBEAT']._serialized_start=978
+  _globals['_RELAYBEAT']._serialized_end=989
+  _globals['_SAIDBYSILO']._serialized_start=991
+  _globals['_SAIDBYSILO']._serialized_end=1060
+  _globals['_SAIDTOSILO']._serialized_start=1062
+  _globals['_SAIDTOSILO']._serialized_end=1129
+  _globals['_BEARER']._serialized_start=1131
+  _globals['_BEARER']._serialized_end=1234
+  _globals['_SUMPART']._serialized_start=1236
+  _globals['_SUMPART']._serialized_end=1336
+  _globals['_SUMHEADER']._serialized_start=1339
+  _globals['_SUMHEADER']._serialized_end=1636
+  _globals['_REGIONROUND']._serialized_start=1638
+  _globals['_REGIONROUND']._serialized_end=1745
+  _globals['_SUMBELOW']._serialized_start=1747
+  _globals['_SUMBELOW']._serialized_end=1814
+  _globals['_SUMMEMBER']._serialized_start=1816
+  _globals['_SUMMEMBER']._serialized_end=1886
+  _globals['_SUMRECEIPT']._serialized_start=1888
+  _globals['_SUMRECEIPT']._serialized_end=1995
+  _globals['_MEMBERRECEIPT']._serialized_start=1997
+  _globals['_MEMBERRECEIPT']._serialized_end=2073
+  _globals['_RELAYS']._serialized_start=2076
+  _globals['_RELAYS']._serialized_end=2207
 # @@protoc_insertion_point(module_scope)

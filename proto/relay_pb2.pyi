@@ -25,6 +25,7 @@ class FromRelay(google.protobuf.message.Message):
     SAID_FIELD_NUMBER: builtins.int
     LEFT_FIELD_NUMBER: builtins.int
     BEARER_FIELD_NUMBER: builtins.int
+    SEVERAL_FIELD_NUMBER: builtins.int
     left: builtins.str
     """The silo's stream has ended; its name."""
     @property
@@ -43,6 +44,10 @@ class FromRelay(google.protobuf.message.Message):
     def bearer(self) -> global___Bearer:
         """A silo that is not connected, and whose updates the relay holds."""
 
+    @property
+    def several(self) -> global___SeveralFromRelay:
+        """Several of the others, in their order, no hello among them."""
+
     def __init__(
         self,
         *,
@@ -51,12 +56,29 @@ class FromRelay(google.protobuf.message.Message):
         said: global___SaidBySilo | None = ...,
         left: builtins.str = ...,
         bearer: global___Bearer | None = ...,
+        several: global___SeveralFromRelay | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bearer", b"bearer", "beat", b"beat", "hello", b"hello", "left", b"left", "message", b"message", "said", b"said"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bearer", b"bearer", "beat", b"beat", "hello", b"hello", "left", b"left", "message", b"message", "said", b"said"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "beat", "said", "left", "bearer"] | None: ...
+    def HasField(self, field_name: typing.Literal["bearer", b"bearer", "beat", b"beat", "hello", b"hello", "left", b"left", "message", b"message", "said", b"said", "several", b"several"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bearer", b"bearer", "beat", b"beat", "hello", b"hello", "left", b"left", "message", b"message", "said", b"said", "several", b"several"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "beat", "said", "left", "bearer", "several"] | None: ...
 
 global___FromRelay = FromRelay
+
+@typing.final
+class SeveralFromRelay(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: builtins.int
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FromRelay]: ...
+    def __init__(
+        self,
+        *,
+        messages: collections.abc.Iterable[global___FromRelay] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages"]) -> None: ...
+
+global___SeveralFromRelay = SeveralFromRelay
 
 @typing.final
 class ToRelay(google.protobuf.message.Message):
@@ -70,6 +92,7 @@ class ToRelay(google.protobuf.message.Message):
     ENDED_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     REVOCATIONS_FIELD_NUMBER: builtins.int
+    SEVERAL_FIELD_NUMBER: builtins.int
     ended: builtins.str
     """The coordinator has ended this silo's stream; its name."""
     refused: builtins.str
@@ -88,6 +111,10 @@ class ToRelay(google.protobuf.message.Message):
     def said(self) -> global___SaidToSilo:
         """What a silo is to be told."""
 
+    @property
+    def several(self) -> global___SeveralToRelay:
+        """Several of the others, in their order, no welcome among them."""
+
     def __init__(
         self,
         *,
@@ -97,12 +124,29 @@ class ToRelay(google.protobuf.message.Message):
         ended: builtins.str = ...,
         refused: builtins.str = ...,
         revocations: builtins.bytes = ...,
+        several: global___SeveralToRelay | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["beat", b"beat", "ended", b"ended", "message", b"message", "refused", b"refused", "revocations", b"revocations", "said", b"said", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["beat", b"beat", "ended", b"ended", "message", b"message", "refused", b"refused", "revocations", b"revocations", "said", b"said", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "beat", "said", "ended", "refused", "revocations"] | None: ...
+    def HasField(self, field_name: typing.Literal["beat", b"beat", "ended", b"ended", "message", b"message", "refused", b"refused", "revocations", b"revocations", "said", b"said", "several", b"several", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["beat", b"beat", "ended", b"ended", "message", b"message", "refused", b"refused", "revocations", b"revocations", "said", b"said", "several", b"several", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "beat", "said", "ended", "refused", "revocations", "several"] | None: ...
 
 global___ToRelay = ToRelay
+
+@typing.final
+class SeveralToRelay(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: builtins.int
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ToRelay]: ...
+    def __init__(
+        self,
+        *,
+        messages: collections.abc.Iterable[global___ToRelay] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages"]) -> None: ...
+
+global___SeveralToRelay = SeveralToRelay
 
 @typing.final
 class RelayHello(google.protobuf.message.Message):
@@ -111,19 +155,23 @@ class RelayHello(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
     CLOCK_FIELD_NUMBER: builtins.int
+    TOGETHER_FIELD_NUMBER: builtins.int
     version: builtins.str
     """The relay's software version, and the wire protocol's."""
     protocol: builtins.int
     clock: builtins.float
     """Unix time at the relay."""
+    together: builtins.int
+    """How many messages it takes in one; 0: each comes by itself."""
     def __init__(
         self,
         *,
         version: builtins.str = ...,
         protocol: builtins.int = ...,
         clock: builtins.float = ...,
+        together: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock", b"clock", "protocol", b"protocol", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock", b"clock", "protocol", b"protocol", "together", b"together", "version", b"version"]) -> None: ...
 
 global___RelayHello = RelayHello
 
@@ -136,12 +184,15 @@ class RelayWelcome(google.protobuf.message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
     CLOCK_FIELD_NUMBER: builtins.int
     REVOCATIONS_FIELD_NUMBER: builtins.int
+    TOGETHER_FIELD_NUMBER: builtins.int
     version: builtins.str
     """As in the welcome of agents."""
     coordinator: builtins.str
     heartbeat_seconds: builtins.float
     clock: builtins.float
     revocations: builtins.bytes
+    together: builtins.int
+    """As in the hello."""
     def __init__(
         self,
         *,
@@ -150,8 +201,9 @@ class RelayWelcome(google.protobuf.message.Message):
         heartbeat_seconds: builtins.float = ...,
         clock: builtins.float = ...,
         revocations: builtins.bytes = ...,
+        together: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "revocations", b"revocations", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock", b"clock", "coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "revocations", b"revocations", "together", b"together", "version", b"version"]) -> None: ...
 
 global___RelayWelcome = RelayWelcome
 

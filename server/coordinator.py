@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 
 from roundtable.aggregation.shards.named_workers import shard_workers
-from roundtable.core.allocator import tune_for_transfers
+from roundtable.core.allocator import settle_imports, tune_for_transfers
 from roundtable.core.errors import IdentityError, StorageError
 from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import Credentials, load_credentials
@@ -322,13 +322,13 @@ def run_server(
     """
     must_be_possible("a coordinator")
     tune_for_transfers()
+    settle_imports()
     make = partial(Coordinator, config, trusted=trusted, dashboard=dashboard)
     asyncio.run(_until_signal(make, config, verbosity or Verbosity(config.log_levels)))
 
 
 async def _until_signal(make: Callable[[], Coordinator], config: ServerConfig, verbosity: Verbosity) -> None:
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     on_signals(lambda number: stopped.set())
     verbosity.heed()
     stopping = loop.create_task(stopped.wait())
@@ -378,8 +378,8 @@ async def _one_term(coordinator: Coordinator, stopping: asyncio.Task[bool]) -> b
         await asyncio.wait([starting])
         return False
     starting.result()
-    host = coordinator.config.listen.rpartition(":")[0]
-    announce(f"coordinator is listening on {host}:{coordinator.port}; Ctrl-C stops it")
+    host, port = coordinator.config.listen.rpartition(":")[0], coordinator.port
+    announce(f"coordinator is listening on {host}:{port}; Ctrl-C stops it")
     tell_systemd("active", ready=True)
     deposed = asyncio.get_running_loop().create_task(coordinator.deposed.wait())
     await asyncio.wait([deposed, stopping], return_when=asyncio.FIRST_COMPLETED)

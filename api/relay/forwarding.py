@@ -25,8 +25,9 @@ from roundtable.server.auth.relayed import SILO_KEY
 
 log = logging.getLogger("roundtable.relay")
 
-AT_ONCE = 32
-"""Calls for silos that are open at a time: the coordinator takes so many on one connection, and more."""
+AT_ONCE = 8
+"""Calls for silos that are open at a time. gRPC takes calls in one by one, so a command at the coordinator
+waits behind all that have come: more than keep it busy help no update, and hold everybody up."""
 DENIALS = 5
 HELD_SECONDS = 5.0
 """At most, between two questions to a relay above that holds the update: it waits for the receipt too."""

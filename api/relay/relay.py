@@ -15,7 +15,7 @@ import grpc
 from roundtable.client.agent.connection import either
 from roundtable.client.agent.revocations import Revocations
 from roundtable.client.agent.state_lock import locked
-from roundtable.core.allocator import tune_for_transfers
+from roundtable.core.allocator import settle_imports, tune_for_transfers
 from roundtable.core.errors import IdentityError
 from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import load_credentials, load_silo_identity
@@ -232,6 +232,7 @@ def run_relay(config: RelayConfig, verbosity: Verbosity | None = None) -> int:
     Raises RoundtableError for what a person has to mend; `verbosity` is read anew at SIGHUP.
     """
     must_be_possible("a relay")
+    settle_imports()
     return asyncio.run(_run(Relay(config), verbosity or Verbosity(config.log_levels)))
 
 

@@ -21,14 +21,23 @@ from roundtable.core.evidence.release import release
 from roundtable.core.foreign_text import printable
 from roundtable.core.identity.credentials import load_credentials
 from roundtable.core.observability.logs import request_metadata, requesting
-from roundtable.proto import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, relay_pb2, relay_pb2_grpc
+from roundtable.proto import (
+    MAX_MESSAGE_BYTES,
+    MOST_TOGETHER,
+    PROTOCOL_VERSION,
+    relay_pb2,
+    relay_pb2_grpc,
+)
 from roundtable.proto.pieces import agents_stub
 from roundtable.relay.config import RelayConfig
+from roundtable.server.services.lines import Outbox
 
 log = logging.getLogger("roundtable.relay")
 
 GREETING_SECONDS = 20.0
 BEAT_SECONDS = (0.05, 3600.0)
+LONGEST_PAUSE = 5.0
+"""Before it dials again, in seconds: relays are few, and a whole region waits behind each."""
 
 
 class Trunk:
@@ -49,7 +58,7 @@ class Trunk:
         self._revocations = revocations
         self._joined = joined
         self._hear = hear
-        self._outbox: asyncio.Queue[relay_pb2.FromRelay] | None = None
+        self._outbox: Outbox[relay_pb2.FromRelay] | None = None
         self._heard = 0.0
         self._complaint = ""
         self.coordinator = ""
@@ -68,11 +77,11 @@ class Trunk:
         Nothing depends on it: the coordinator asks again for what it waits for, once a silo is there again.
         """
         if self._outbox is not None:
-            self._outbox.put_nowait(message)
+            self._outbox.put(message)
 
     async def run(self) -> None:
         """Connects again and again; raises what no attempt can heal, as being refused."""
-        backoff = Backoff()
+        backoff = Backoff(limit=LONGEST_PAUSE)
         while True:
             try:
                 with requesting():
@@ -97,7 +106,7 @@ class Trunk:
                     self._complaint, self._heard = "", time.monotonic()
                     self._learn(welcome.revocations)
                     self.coordinator = printable(welcome.coordinator, 200)
-                    outbox = self._outbox = asyncio.Queue()
+                    outbox = self._outbox = Outbox[relay_pb2.FromRelay]()
                     # Its own outbox is for agents' messages, which here travel on the trunk.
                     self.link.attach(agents_stub(channel), asyncio.Queue())
                     stub: Any = relay_pb2_grpc.RelaysStub(channel)
@@ -106,7 +115,7 @@ class Trunk:
                     self._joined()
                     await either(
                         self._read(call),
-                        self._write(call, outbox),
+                        self._write(call, outbox, min(max(1, welcome.together), MOST_TOGETHER)),
                         self._beat(_seconds(welcome.heartbeat_seconds)),
                         self._revocations.watch(revoked),
                     )
@@ -119,7 +128,12 @@ class Trunk:
             raise await explain(error, address, credentials) from error
 
     async def _greet(self, call: Any) -> relay_pb2.RelayWelcome:
-        hello = relay_pb2.RelayHello(version=release().version, protocol=PROTOCOL_VERSION, clock=time.time())
+        hello = relay_pb2.RelayHello(
+            version=release().version,
+            protocol=PROTOCOL_VERSION,
+            clock=time.time(),
+            together=MOST_TOGETHER,
+        )
         await _put(call, relay_pb2.FromRelay(hello=hello))
         try:
             answer = await asyncio.wait_for(call.read(), GREETING_SECONDS)
@@ -137,20 +151,26 @@ class Trunk:
     async def _read(self, call: Any) -> None:
         while (message := await call.read()) is not EOF:
             self._heard = time.monotonic()
-            match message.WhichOneof("message"):
-                case "beat":
-                    pass
-                case "refused":
-                    raise ProtocolError(f"the coordinator ended the connection: {printable(message.refused)}")
-                case "revocations":
-                    self._learn(message.revocations)
-                case _:
-                    self._hear(message)
+            several = message.WhichOneof("message") == "several"
+            for each in message.several.messages if several else [message]:
+                self._take(each)
         await _fail(call)
 
-    async def _write(self, call: Any, outbox: asyncio.Queue[relay_pb2.FromRelay]) -> None:
-        while True:
-            await _put(call, await outbox.get())
+    def _take(self, message: relay_pb2.ToRelay) -> None:
+        match message.WhichOneof("message"):
+            case "beat":
+                pass
+            case "refused":
+                raise ProtocolError(f"the coordinator ended the connection: {printable(message.refused)}")
+            case "revocations":
+                self._learn(message.revocations)
+            case _:
+                self._hear(message)
+
+    async def _write(self, call: Any, outbox: Outbox[relay_pb2.FromRelay], most: int) -> None:
+        while said := await outbox.take(most):
+            several = relay_pb2.SeveralFromRelay(messages=said)
+            await _put(call, said[0] if len(said) == 1 else relay_pb2.FromRelay(several=several))
 
     async def _beat(self, seconds: float) -> None:
         while True:

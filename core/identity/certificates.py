@@ -11,6 +11,7 @@ import ipaddress
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, cast
 
@@ -30,6 +31,7 @@ PASSPHRASE = "ROUNDTABLE_PASSPHRASE"
 PASSPHRASE_FILE = "ROUNDTABLE_PASSPHRASE_FILE"
 SECRET_VARIABLES = (PASSPHRASE, PASSPHRASE_FILE, "ROUNDTABLE_TOKEN")
 """Variables of the environment that no child process which runs a task may see."""
+_READ = 64
 _CLOCK_TOLERANCE = timedelta(minutes=5)
 """How much earlier than it was issued a certificate begins to hold."""
 
@@ -93,6 +95,7 @@ def common_name(name: x509.Name) -> str:
     return str(names[0].value) if names else ""
 
 
+@lru_cache(maxsize=_READ)
 def issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     """Whether the authority's key has signed the certificate."""
     try:
@@ -142,13 +145,19 @@ def check_period(period: Period, source: Path | str, now: datetime) -> None:
 def certificates_in(pem: bytes, source: Path | str) -> list[x509.Certificate]:
     """All certificates of a PEM text, in its order; at least one."""
     try:
-        certificates = x509.load_pem_x509_certificates(pem)
-        for certificate in certificates:
-            # The library reads these late; whoever asks for them later may rely on their being sound.
-            _ = certificate.public_key(), certificate.extensions, certificate.subject
+        return list(_parsed(pem))
     except (ValueError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
         raise IdentityError(f"{source} is not a PEM certificate: {error}; copy the file anew") from error
-    return certificates
+
+
+# Whoever shows a certificate has it looked at by several within a moment.
+@lru_cache(maxsize=_READ)
+def _parsed(pem: bytes) -> tuple[x509.Certificate, ...]:
+    certificates = x509.load_pem_x509_certificates(pem)
+    for certificate in certificates:
+        # The library reads these late; whoever asks for them later may rely on their being sound.
+        _ = certificate.public_key(), certificate.extensions, certificate.subject
+    return tuple(certificates)
 
 
 def load_key(path: Path) -> PrivateKey:

@@ -5,7 +5,7 @@ What a silo says through a relay passes `from_agents.py`, as if it had come by a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from roundtable.core import bounds
 from roundtable.core.errors import ProtocolError
 from roundtable.core.identity.signing import MOST_RELAYS
-from roundtable.proto import relay_pb2
+from roundtable.proto import MOST_TOGETHER, relay_pb2
 from roundtable.proto.receipts import sum_values
 from roundtable.server.door.agent_messages import JobStep, Passage, UploadOffer
 from roundtable.server.door.from_agents import offer_of, passage_of, step_of
@@ -30,6 +30,7 @@ class RelayIntroduction:
 
     version: str
     protocol: int
+    together: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,16 @@ def relay_of(message: relay_pb2.FromRelay) -> RelayIntroduction | None:
     """Decodes the first message of a relay's stream; None for any other."""
     if message.WhichOneof("message") != "hello":
         return None
-    return RelayIntroduction(bounds.one_line(message.hello.version, 50), message.hello.protocol)
+    hello = message.hello
+    return RelayIntroduction(bounds.one_line(hello.version, 50), hello.protocol, hello.together)
+
+
+def said_in(message: relay_pb2.FromRelay) -> Sequence[relay_pb2.FromRelay]:
+    """The messages that came as one, itself where it came alone; ProtocolError for more than may."""
+    if message.WhichOneof("message") != "several":
+        return [message]
+    bounds.within(len(message.several.messages), 0, MOST_TOGETHER, "the messages of a relay in one")
+    return message.several.messages
 
 
 def silo_of(name: str) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from roundtable.core.identity import certificates as x
 from roundtable.core.identity.lifetimes import Lifetime
-from roundtable.proto import agent_pb2
+from roundtable.proto import TOGETHER_BYTES, agent_pb2, relay_pb2
 from roundtable.server.auth.access import Context, address_of, caller
 from roundtable.server.jobs.sessions import ShownCertificate
 
@@ -23,6 +26,38 @@ class Line:
     requests: AsyncIterator[agent_pb2.FromAgent]
     write: Callable[[agent_pb2.ToAgent], Awaitable[object]]
     relay: str = ""
+
+
+Said = TypeVar("Said", relay_pb2.FromRelay, relay_pb2.ToRelay)
+
+
+class Outbox(Generic[Said]):
+    """Messages of a trunk on their way, oldest first; `None` ends it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Said | None] = deque()
+        self._came = asyncio.Event()
+
+    def put(self, message: Said | None) -> None:
+        """Queues a message."""
+        self._waiting.append(message)
+        self._came.set()
+
+    async def take(self, most: int) -> list[Said]:
+        """Waits for the next message, and takes those behind it, too: so many, and so many bytes, as travel
+        in one. Empty at the end."""
+        while not self._waiting:
+            self._came.clear()
+            await self._came.wait()
+        taken: list[Said] = []
+        size = 0
+        while self._waiting and len(taken) < most and (message := self._waiting[0]) is not None:
+            size += message.ByteSize()
+            if taken and size > TOGETHER_BYTES:
+                break
+            taken.append(message)
+            self._waiting.popleft()
+        return taken
 
 
 def line_of(requests: AsyncIterator[agent_pb2.FromAgent], context: Context) -> Line:

@@ -17,18 +17,32 @@ import grpc
 from typing_extensions import override
 
 from roundtable.core.errors import IdentityError, RoundtableError
-from roundtable.proto import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, agent_pb2, relay_pb2, relay_pb2_grpc
+from roundtable.proto import (
+    MAX_MESSAGE_BYTES,
+    MOST_TOGETHER,
+    PROTOCOL_VERSION,
+    agent_pb2,
+    relay_pb2,
+    relay_pb2_grpc,
+)
 from roundtable.server.auth.access import Access, Context, Refusal, address_of, caller
 from roundtable.server.auth.principals import CertifiedCallers, Principal
 from roundtable.server.auth.relayed import RelayedSilos
 from roundtable.server.door import to_agents
 from roundtable.server.door.agent_messages import Introduction
 from roundtable.server.door.from_agents import message_of
-from roundtable.server.door.from_relays import Bearer, RelayIntroduction, bearer_of, relay_of, silo_of
+from roundtable.server.door.from_relays import (
+    Bearer,
+    RelayIntroduction,
+    bearer_of,
+    relay_of,
+    said_in,
+    silo_of,
+)
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.sessions import Identity
 from roundtable.server.services.agents import AgentService
-from roundtable.server.services.lines import Line, shown_in
+from roundtable.server.services.lines import Line, Outbox, shown_in
 
 log = logging.getLogger("roundtable.server.services.relays")
 
@@ -37,6 +51,8 @@ MOST_SILOS = 20_000
 ENVELOPE_BYTES = 1024
 """Of a message to a silo, on top of what an agent would be sent."""
 WAITING_MESSAGES = 5000
+AT_ONCE = 16
+"""Messages of a trunk that are heard before others have their turn."""
 
 
 class Above(Protocol):
@@ -106,7 +122,8 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
     @override
     async def Trunk(self, requests: AsyncIterator[relay_pb2.FromRelay], context: Context) -> None:  # type: ignore[override]
         name, messages = caller(context), aiter(requests)
-        if problem := await self._problem(messages):
+        hello = await self._hello(messages)
+        if problem := self._other_protocol(hello):
             log.warning("the relay %s is refused: %s", name, problem)
             await context.write(relay_pb2.ToRelay(refused=problem))
             return
@@ -119,12 +136,13 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
         pem = b"".join([*shown["x509_pem_cert"], *shown.get("x509_pem_cert_chain", ())])
         trunk = _Trunk(name, pem, address, self._above, self._access, self._relayed, self._principals)
         self._trunks[name] = trunk
+        most = min(max(1, hello.together), MOST_TOGETHER)
         await context.write(relay_pb2.ToRelay(welcome=self._welcome()))
         log.info("the relay %s is here", name)
         listening = asyncio.get_running_loop().create_task(trunk.listen(messages))
         try:
-            while (message := await trunk.outbox.get()) is not None:
-                await context.write(message)
+            while said := await trunk.outbox.take(most):
+                await context.write(_in_one(said))
         finally:
             listening.cancel()
             await trunk.close()
@@ -141,8 +159,8 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
         for trunk in self._trunks.values():
             trunk.end()
 
-    async def _problem(self, messages: AsyncIterator[relay_pb2.FromRelay]) -> str:
-        """Reads the relay's introduction; why it is refused, or ""."""
+    async def _hello(self, messages: AsyncIterator[relay_pb2.FromRelay]) -> RelayIntroduction:
+        """Reads the relay's introduction; Refusal for anything else."""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 hello = relay_of(await anext(messages))
@@ -150,9 +168,10 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
             hello = None
         if hello is None:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a relay's stream begins with a hello")
-        return self._other_protocol(hello)
+        return hello
 
     def _other_protocol(self, hello: RelayIntroduction) -> str:
+        """Why the relay is refused, or ""."""
         if hello.protocol == PROTOCOL_VERSION:
             return ""
         return (
@@ -168,11 +187,12 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
             heartbeat_seconds=self._above.heartbeat,
             clock=self._above.clock(),
             revocations=self._principals.list_for_agents,
+            together=MOST_TOGETHER,
         )
 
 
 class _Trunk:
-    """One relay's stream, and the streams of its silos. `None` in the outbox ends it."""
+    """One relay's stream, and the streams of its silos."""
 
     def __init__(
         self,
@@ -193,7 +213,7 @@ class _Trunk:
         self._principals = principals
         self._revocations = principals.list_for_agents
         self._streams: dict[str, _SiloStream] = {}
-        self.outbox: asyncio.Queue[relay_pb2.ToRelay | None] = asyncio.Queue()
+        self.outbox: Outbox[relay_pb2.ToRelay] = Outbox()
         self.ended = asyncio.Event()
 
     async def listen(self, messages: AsyncIterator[relay_pb2.FromRelay]) -> None:
@@ -201,7 +221,11 @@ class _Trunk:
         try:
             while True:
                 async with asyncio.timeout(3 * self._above.heartbeat + 1):
-                    self._hear(await anext(messages))
+                    message = await anext(messages)
+                for number, each in enumerate(said_in(message), 1):
+                    self._hear(each)
+                    if number % AT_ONCE == 0:
+                        await asyncio.sleep(0)
         except TimeoutError:
             log.warning("the relay %s has been silent too long", self._relay)
         except (StopAsyncIteration, grpc.aio.UsageError):
@@ -214,8 +238,8 @@ class _Trunk:
     def end(self, reason: str = "") -> None:
         """Ends the stream; with a reason the relay is told not to come back by itself."""
         if reason:
-            self.outbox.put_nowait(relay_pb2.ToRelay(refused=reason))
-        self.outbox.put_nowait(None)
+            self.outbox.put(relay_pb2.ToRelay(refused=reason))
+        self.outbox.put(None)
 
     async def close(self) -> None:
         """Ends the streams of all silos."""
@@ -237,10 +261,10 @@ class _Trunk:
                 # A list that has come since may hold it; listen ends the stream with what is wrong.
                 self._principals.of_certificate(self._certificate)
                 self._above.hear(self._streams)
-                self.outbox.put_nowait(relay_pb2.ToRelay(beat=relay_pb2.RelayBeat()))
+                self.outbox.put(relay_pb2.ToRelay(beat=relay_pb2.RelayBeat()))
                 if (newest := self._principals.list_for_agents) != self._revocations:
                     self._revocations = newest
-                    self.outbox.put_nowait(relay_pb2.ToRelay(revocations=newest))
+                    self.outbox.put(relay_pb2.ToRelay(revocations=newest))
             case "bearer":
                 self._bears(bearer_of(message.bearer))
             case kind:
@@ -318,7 +342,7 @@ class _Trunk:
                 grpc.StatusCode.RESOURCE_EXHAUSTED, "a message to this silo is too large for a relay"
             )
         said = relay_pb2.SaidToSilo(silo=silo, message=message)
-        self.outbox.put_nowait(relay_pb2.ToRelay(said=said))
+        self.outbox.put(relay_pb2.ToRelay(said=said))
 
     def _bears(self, bearer: Bearer) -> None:
         """A silo that is away, and whose updates the relay holds: each is signed by the silo itself."""
@@ -334,11 +358,16 @@ class _Trunk:
     def _refuse(self, silo: str, reason: str) -> None:
         log.warning("%s is refused by the relay %s: %s", silo, self._relay, reason, extra={"site": silo})
         told = relay_pb2.SaidToSilo(silo=silo, message=to_agents.refused(reason))
-        self.outbox.put_nowait(relay_pb2.ToRelay(said=told))
+        self.outbox.put(relay_pb2.ToRelay(said=told))
         self._tell_ended(silo)
 
     def _tell_ended(self, silo: str) -> None:
-        self.outbox.put_nowait(relay_pb2.ToRelay(ended=silo))
+        self.outbox.put(relay_pb2.ToRelay(ended=silo))
+
+
+def _in_one(said: list[relay_pb2.ToRelay]) -> relay_pb2.ToRelay:
+    """One message that holds them all."""
+    return said[0] if len(said) == 1 else relay_pb2.ToRelay(several=relay_pb2.SeveralToRelay(messages=said))
 
 
 class _SiloStream:

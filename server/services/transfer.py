@@ -59,7 +59,7 @@ class Turnstile:
     wait until all are done. One that takes longer, on a slow line, gives its place back and goes on.
     """
 
-    def __init__(self, places: int = 32, seconds: float = 0.5) -> None:
+    def __init__(self, places: int = 8, seconds: float = 0.1) -> None:
         self._places = asyncio.Semaphore(places)
         self.free = places
         self._seconds = seconds

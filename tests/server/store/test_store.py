@@ -283,10 +283,10 @@ async def test_jobs_are_found(opened: Database) -> None:
 
 async def test_clients_keep_their_counters(opened: Database) -> None:
     alder = AgentRow("alder", "1", ("t",), {"region": "north"}, ("cpu",), 1.0, 1.0)
-    await write(opened, remember, alder)
+    await write(opened, remember, [alder])
     await with_job(opened)
     await write(opened, store.apply, transition(2, records=[record(1)]))
-    await write(opened, remember, replace(alder, version="2", last_seen=5.0, first_seen=5.0))
+    await write(opened, remember, [replace(alder, version="2", last_seen=5.0, first_seen=5.0)])
     (found,) = await opened.read(all_clients)
     assert (found.selected, found.completed) == (1, 1)
     assert (found.version, found.first_seen, found.last_seen) == ("2", 1.0, 5.0)

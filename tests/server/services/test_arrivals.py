@@ -1,0 +1,168 @@
+"""What agents that come at once cost the coordinator, counted in transactions and statements."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import sqlalchemy as sa
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from scripted_agent import secure_channel
+
+from roundtable.core.identity import credentials
+from roundtable.core.identity.credentials import SiloIdentity, issue, load_silo_identity
+from roundtable.core.identity.signing import passage_values, sign
+from roundtable.proto import PROTOCOL_VERSION, agent_pb2, relay_pb2, relay_pb2_grpc
+from roundtable.server import Coordinator
+from roundtable.server.store import AgentRow, Database
+from roundtable.server.store.agent_rows import remember, stored_clients
+from roundtable.server.store.trust_rows import InstallationRow, bind_installations
+
+SILOS = 60
+
+
+class Comer:
+    """A silo behind the relay."""
+
+    def __init__(self, name: str, identity: SiloIdentity) -> None:
+        self.name, self._identity = name, identity
+        self._installation = ed25519.Ed25519PrivateKey.generate()
+
+    def hello(self) -> agent_pb2.FromAgent:
+        key = self._installation.public_key().public_bytes_raw()
+        signature = sign(self._identity, "passage", passage_values(self.name, "north", key))
+        return agent_pb2.FromAgent(
+            hello=agent_pb2.Hello(
+                version="test",
+                protocol=PROTOCOL_VERSION,
+                tasks=["t"],
+                clock=time.time(),
+                identity=self._identity.certificate,
+                installation=key,
+                passage=agent_pb2.Passage(relay="north", signature=signature),
+            )
+        )
+
+    def proof(self, nonce: bytes) -> agent_pb2.FromAgent:
+        values = {"nonce": nonce.hex(), "name": self.name}
+        return agent_pb2.FromAgent(proof=sign(SiloIdentity(b"", self._installation), "installation", values))
+
+
+@pytest.fixture(scope="module")
+def comers(certificates: Path) -> list[Comer]:
+    with patch("os.fsync"):
+        issue(certificates / "ca", "north", "relay", certificates / "north", hosts=("localhost",))
+        names = [f"comer{number}" for number in range(SILOS)]
+        folders = [issue(certificates / "ca", name, "agent", certificates / name) for name in names]
+    return [Comer(name, load_silo_identity(folder)) for name, folder in zip(names, folders, strict=True)]
+
+
+@contextmanager
+def counted(database: Database) -> Iterator[dict[str, int]]:
+    """Transactions, and statements within them."""
+    counts = {"transactions": 0, "statements": 0}
+
+    def count(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        counts["transactions" if statement.startswith("BEGIN") else "statements"] += 1
+
+    engines = database._writer, database._reader
+    for engine in engines:
+        sa.event.listen(engine, "before_cursor_execute", count)
+    try:
+        yield counts
+    finally:
+        for engine in engines:
+            sa.event.remove(engine, "before_cursor_execute", count)
+
+
+async def arrive(coordinator: Coordinator, certificates: Path, comers: Sequence[Comer]) -> None:
+    """A relay comes with all of them, and goes once all were welcomed."""
+    async with secure_channel(coordinator.port, certificates / "north") as channel:
+        stub: Any = relay_pb2_grpc.RelaysStub(channel)
+        trunk = stub.Trunk()
+        hello = relay_pb2.RelayHello(version="test", protocol=PROTOCOL_VERSION, clock=time.time())
+        await trunk.write(relay_pb2.FromRelay(hello=hello))
+        assert (await trunk.read()).WhichOneof("message") == "welcome"
+        named = {comer.name: comer for comer in comers}
+        for comer in comers:
+            said = relay_pb2.SaidBySilo(silo=comer.name, message=comer.hello())
+            await trunk.write(relay_pb2.FromRelay(said=said))
+        welcomed = set[str]()
+        while len(welcomed) < len(comers):
+            told = (await trunk.read()).said
+            match told.message.WhichOneof("message"):
+                case "challenge":
+                    proof = named[told.silo].proof(told.message.challenge)
+                    said = relay_pb2.SaidBySilo(silo=told.silo, message=proof)
+                    await trunk.write(relay_pb2.FromRelay(said=said))
+                case "welcome":
+                    welcomed.add(told.silo)
+                case other:
+                    raise AssertionError(f"{told.silo} was told {other}: {told.message}")
+
+
+async def test_silos_that_come_by_a_relay_at_once_share_transactions_and_statements(
+    coordinator: Coordinator, certificates: Path, comers: list[Comer]
+) -> None:
+    """One by one they would take five transactions each, and more statements."""
+    for comes in ("first", "again"):
+        with counted(coordinator._database) as counts:
+            await arrive(coordinator, certificates, comers)
+        assert counts["transactions"] <= SILOS / 2, comes
+        assert counts["statements"] <= SILOS, comes
+    stored = await coordinator._database.read(lambda c: stored_clients(c, [each.name for each in comers]))
+    assert {name: row.metadata["relay"] for name, row in stored.items()} == {
+        comer.name: "north" for comer in comers
+    }
+
+
+async def test_of_two_installations_that_come_in_one_transaction_the_first_is_bound(
+    coordinator: Coordinator,
+) -> None:
+    rows = [InstallationRow("k" * 64, "alder", letter * 64, 1.0) for letter in "ab"]
+    other = InstallationRow("m" * 64, "birch", "c" * 64, 1.0)
+    write = coordinator._database.write
+    assert await write(lambda c: bind_installations(c, [rows[0], other, rows[1]])) == [
+        rows[0],
+        other,
+        rows[0],
+    ]
+    assert await write(lambda c: bind_installations(c, [rows[1]])) == [rows[0]]
+
+
+async def test_who_comes_twice_in_one_transaction_is_stored_as_it_came_last(coordinator: Coordinator) -> None:
+    first, second, other = (
+        AgentRow(name, version, ("t",), {}, (), 1.0, seen)
+        for name, version, seen in (("alder", "1", 2.0), ("alder", "2", 3.0), ("birch", "1", 2.0))
+    )
+    database = coordinator._database
+    await database.write(lambda c: remember(c, [first, other, second]))
+    await database.write(lambda c: remember(c, [other]))
+    stored = await database.read(lambda c: stored_clients(c, ["alder", "birch", "cedar"]))
+    assert {name: (row.version, row.last_seen) for name, row in stored.items()} == {
+        "alder": ("2", 3.0),
+        "birch": ("1", 2.0),
+    }
+
+
+def test_certificates_of_the_same_bytes_are_followed_to_the_root_once(
+    certificates: Path, comers: list[Comer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And their time is judged each time."""
+    followed = []
+    follow = credentials._depth
+    monkeypatch.setattr(credentials, "_depth", lambda *of: followed.append(of) or follow(*of))
+    credentials._vouched.cache_clear()
+    authority, comer = (certificates / "ca" / "ca.crt").read_bytes(), comers[0]
+    shown = comer.hello().hello.identity
+    for _ in range(3):
+        assert credentials.verify_identity(bytes(bytearray(shown)), authority)[0] == comer.name
+    assert len(followed) == 1
+    late = credentials.datetime.now(credentials.UTC).replace(year=9000)
+    with pytest.raises(credentials.IdentityError, match="expired on"):
+        credentials.verify_identity(shown, authority, now=late)
