@@ -4,9 +4,10 @@ Nothing happens unless the environment variable ROUNDTABLE_FAILPOINT names a pla
 
     ROUNDTABLE_FAILPOINT="round/phase/point[:action]"     for example 2/train/update_described:kill
 
-`*` stands for any round or phase; a place that serves all rounds alike has neither. The process is the
-one whose environment it is. The action is `kill` (SIGKILL, the default) or `stop` (SIGSTOP: the process
-stands still until SIGCONT); it is taken once.
+`*` stands for any round or phase; a place that serves all rounds alike has neither. A transition is named
+after the phase that it leads to: a round under privacy begins with `authorize`, another with `select`, and a
+committed one is `commit`. The process is the one whose environment it is. The action is `kill` (SIGKILL, the
+default) or `stop` (SIGSTOP: the process stands still until SIGCONT); it is taken once.
 `POINTS` are all the places, and what has just happened there.
 """
 

@@ -17,8 +17,8 @@ class JobAccount(Protocol):
     async def release(self, step: m.Step) -> None:
         """Charges an attempt for good, before anything of it is seen; PrivacyError if nothing is reserved."""
 
-    async def receive(self, client: str, step: m.Step) -> None:
-        """Charges a silo for an update of this step: due before its first byte, used or not."""
+    async def receive(self, client: str, step: m.Step, digest: str) -> None:
+        """Charges a silo for an update of this step: due before its first byte, used or not, and once."""
 
     async def guarantee(self, step: m.Step) -> Guarantee:
         """The guarantee of the model that this step publishes; its own charge is counted."""
@@ -33,7 +33,7 @@ class NoAccount:
     async def release(self, step: m.Step) -> None:
         return
 
-    async def receive(self, client: str, step: m.Step) -> None:
+    async def receive(self, client: str, step: m.Step, digest: str) -> None:
         return
 
     async def guarantee(self, step: m.Step) -> Guarantee:

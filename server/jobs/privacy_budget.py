@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from roundtable.core.config import JobConfig
@@ -104,11 +104,14 @@ class Account:
                 "the job has ended, or a newer attempt has begun"
             )
 
-    async def receive(self, client: str, step: m.Step) -> None:
-        """Charges a silo whose own noise is all that hides its update, before a byte of that is here."""
+    async def receive(self, client: str, step: m.Step, digest: str) -> None:
+        """Charges a silo whose own noise is all that hides its update, before a byte of that is here.
+
+        Once for each digest: trained again, an update has other noise.
+        """
         charge = self._plan.silo_charge(step.round)
         if charge is not None:
-            row = self._row(client, step, charge, released=True)
+            row = replace(self._row(client, step, charge, released=True), digest=digest)
             await self._database.write(lambda connection: add(connection, row))
 
     async def guarantee(self, step: m.Step) -> Guarantee:

@@ -146,9 +146,9 @@ class JobRunner:
         """The verdict on an upload, before a byte of it is accepted."""
         return self._engine.wants(client, step)
 
-    async def receive(self, client: str, step: m.Step) -> None:
+    async def receive(self, client: str, step: m.Step, digest: str) -> None:
         """Pays for an upload that is wanted, before a byte of it is accepted."""
-        await self._account.receive(client, step)
+        await self._account.receive(client, step, digest)
 
     def lost(self, client: str, step: m.Step) -> str:
         """The digest of the update that was accepted for this step, is damaged and wanted again; or ""."""

@@ -91,7 +91,6 @@ class Uploads:
         self._threads = threads
         self._active = transfer.NewestCalls[Outcome]()
         self._corrupted: Counter[str] = Counter()
-        self._begun: dict[str, str] = {}
         self._turnstile = transfer.Turnstile()
 
     async def status(self, client: str, update: UploadOffer) -> agent_pb2.UploadState:
@@ -183,7 +182,7 @@ class Uploads:
 
     async def _take_in(self, offer: Offer, parts: AsyncIterator[Part], place: AsyncExitStack) -> Outcome:
         update = offer.update
-        await self._pay(offer)
+        await offer.runner.receive(offer.client, offer.step, update.digest)
         check = offer.runner.collection.content_check(offer.client, offer.update)
         offer.runner.inbox.post(m.WorkStarted(offer.client, offer.step, "uploading"))
         began = time.monotonic()
@@ -196,18 +195,6 @@ class Uploads:
             return await self._complete(offer, writer, check, time.monotonic() - began, place)
         finally:
             writer.close()
-
-    async def _pay(self, offer: Offer) -> None:
-        """Has the silo charged for what it is about to show: once for each version of its update.
-
-        Trained again, an update has other noise. What has begun to arrive was paid for then.
-        """
-        digest = offer.update.digest
-        begun = self._begun.get(offer.owner) == digest
-        begun = begun or self._services.artifacts.received(offer.owner, digest) > 0
-        if not begun and not offer.runner.lost(offer.client, offer.step):
-            await offer.runner.receive(offer.client, offer.step)
-        self._begun[offer.owner] = digest
 
     async def _complete(
         self, offer: Offer, writer: BlobWriter, check: ContentCheck, seconds: float, place: AsyncExitStack
@@ -250,7 +237,6 @@ class Uploads:
         verdict = await offer.runner.inbox.tell(
             event, (artifact,), (self.row(offer, update, "accepted", ""),)
         )
-        self._begun.pop(offer.owner, None)
         if verdict == "wanted":
             self._corrupted.pop(offer.owner, None)
             failpoint("receipt_due", offer.step.round, offer.step.phase)
@@ -298,7 +284,6 @@ class Uploads:
         failure = _failure(offer, kind, problem)
         update = m.Update(client, m.BlobReference(offer.update.digest), _examples(offer))
         row = self.row(offer, update, "rejected", problem)
-        self._begun.pop(offer.owner, None)
         await offer.runner.inbox.tell(m.ClientFailed(step, failure), (), (row,))
         return Outcome(Receipt.REJECTED, problem)
 

@@ -117,8 +117,12 @@ def release(connection: Connection, job: str, round: int, attempt: int) -> bool:
 
 
 def add(connection: Connection, row: LedgerRow) -> None:
-    """Inserts a charge that is released as it is written."""
-    connection.execute(sa.insert(tables.ledger).values(asdict(row)))
+    """Inserts a charge that is released as it is written, unless the same update has paid in this attempt."""
+    table = tables.ledger.c
+    step = (table.job == row.job, table.round == row.round, table.attempt == row.attempt)
+    same = sa.select(table.id).where(*step, table.silo == row.silo, table.digest == row.digest)
+    if connection.execute(same).first() is None:
+        connection.execute(sa.insert(tables.ledger).values(asdict(row)))
 
 
 def budget_of(connection: Connection, population: str) -> Budget | None:

@@ -238,6 +238,7 @@ class LedgerRow:
     charge: str
     released: bool
     time: float
+    digest: str = ""
 
 
 def to_json(value: Any) -> str:

@@ -237,8 +237,9 @@ ledger = Table(
     # Whether anything that depends on the data has left the coordinator for this charge.
     Column("released", Boolean, nullable=False),
     Column("time", Double, nullable=False),
+    Column("digest", String(64), nullable=False, server_default=""),
     Index("ix_ledger_account", "population", "silo"),
-    # What all silos bear is charged once to an attempt; a silo's own charges are one for each version of its
+    # What all silos bear is charged once to an attempt; a silo's own charges are one for each digest of its
     # update: trained again, it has other noise.
     Index("uq_ledger_step", "job", "round", "attempt", "silo", unique=True, **_SHARED),
 )

@@ -1,8 +1,8 @@
 """Masked surveys with noise: a silo or the coordinator is killed (SIGKILL) in a round and started again.
 
 Whatever is lost and asked again, each silo masks the noisy sums that it has released before and pays once
-for each round in its own ledger. The coordinator's, which cannot see that they are the same, has a charge for
-each attempt that arrived, and never fewer. No total is opened of fewer silos than the survey asks.
+for each round in its own ledger. The coordinator's, which cannot see that they are the same under other
+masks, has one charge for each attempt that arrived. No total is opened of fewer silos than the survey asks.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ AGENT = (
     "before:EVIDENCE",
     "after:EVIDENCE",
 )
+# With noise no transition leads to the phase select: authorised, a round goes on to train.
 COORDINATOR = (
+    "1/authorize/transition_due",
+    "1/commit/transition_stored",
     "2/train/transition_stored",
+    "2/train/receipt_due",
     "2/aggregate/aggregated",
     "2/commit/transition_stored",
 )

@@ -44,7 +44,7 @@ from roundtable.server.store.artifacts import (
     spent_updates,
 )
 from roundtable.server.store.group_commit import GroupedWrites
-from roundtable.server.store.ledger import entries, reserve
+from roundtable.server.store.ledger import add, entries, reserve
 from roundtable.server.store.migrate import alembic_config
 
 
@@ -370,6 +370,20 @@ async def test_the_ledger_reserves_and_settles(opened: Database) -> None:
     await write(opened, store.apply, transition(3, status="finished"))
     (left,) = await opened.read(lambda connection: entries(connection, row.id))
     assert (left.round, left.attempt, left.released) == (1, 2, True)
+
+
+async def test_an_update_pays_once_in_an_attempt_and_another_one_again(opened: Database) -> None:
+    row = await with_job(opened)
+    paid = LedgerRow(row.id, "alder", row.id, 1, 1, "{}", True, 1.0, "a" * 64)
+    others = (
+        replace(paid, digest="b" * 64),
+        replace(paid, attempt=2),
+        replace(paid, round=2),
+        replace(paid, silo="birch"),
+    )
+    for each in (paid, replace(paid, time=2.0), *others):
+        await write(opened, add, each)
+    assert await opened.read(lambda connection: entries(connection, row.id)) == [paid, *others]
 
 
 async def test_sqlite_survives_a_loss_of_power(tmp_path: Path) -> None:
