@@ -122,10 +122,14 @@ def standing_alone(model: nn.Module, blocks: Sequence[str]) -> tuple[str, ...]:
     """The blocks that share no parameter with another part of the model."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
-        owners.setdefault(id(parameter), set()).add(owner)
+        owners.setdefault(id(parameter), set()).add(holder_of(name, blocks))
     bound = {owner for several in owners.values() if len(several) > 1 for owner in several}
     return tuple(block for block in blocks if block not in bound)
+
+
+def holder_of(name: str, blocks: Sequence[str]) -> str:
+    """The block that a parameter lies in; "" for the model itself."""
+    return next((block for block in blocks if name.startswith(f"{block}.")), "")
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:

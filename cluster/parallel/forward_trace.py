@@ -6,9 +6,9 @@ Nothing is materialised: parameters, batch and activations are fake tensors, whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from roundtable.client.training.training_loop import check_loss
-from roundtable.cluster.parallel.anatomy import PassWrites, Rewritten, attributes_of, reached_from
+from roundtable.cluster.parallel.anatomy import (
+    PassWrites,
+    Rewritten,
+    find_blocks,
+    holder_of,
+    reached_from,
+    standing_alone,
+)
 from roundtable.cluster.parallel.checkpointing import COSTLY
 from roundtable.cluster.parallel.meta_init import model_on_meta
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
@@ -29,6 +36,7 @@ from roundtable.core.errors import TaskError
 from roundtable.core.task import Task
 
 _ATEN = torch.ops.aten
+_CLASSES = {_ATEN.nll_loss_forward.default, _ATEN.nll_loss2d_forward.default}
 _VALUES = (
     torch._subclasses.fake_tensor.DataDependentOutputException,
     torch._subclasses.fake_tensor.DynamicOutputShapeException,
@@ -74,7 +82,8 @@ class Trace:
     `unused` the trained parameters that the loss does not depend on. `rewritten` is what the pass changes of
     the model, but for what shared batch normalisation keeps. `arguments` are what each module was first
     called with: (positional, by name). `generators` are those of the task's own that were drawn from, with
-    the names of the modules.
+    the names of the modules. `outside` are weights that are read where no block, or model, that has them
+    runs, `borrowed` layers whose weights others read, `ignored` labels that a mean over classes leaves out.
     """
 
     examples: int
@@ -88,6 +97,9 @@ class Trace:
     rewritten: tuple[Rewritten, ...] = ()
     arguments: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     generators: list[tuple[str, torch.Generator]] = field(default_factory=list)
+    outside: dict[str, str] = field(default_factory=dict)
+    borrowed: set[str] = field(default_factory=set)
+    ignored: set[int] = field(default_factory=set)
 
     @cached_property
     def whole_calls(self) -> int:
@@ -181,7 +193,7 @@ def trace(
 
     half = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
     writes = PassWrites(model, fakes, fake=mode is not None)
-    recorder = _CallRecorder(stack, result, sharded, writes)
+    recorder = _CallRecorder(model, stack, result, sharded, writes)
     with mode or nullcontext(), recorder, _named(model, stack, result), half:
         try:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -198,73 +210,6 @@ def trace(
     result.unused = tuple(name for name, p in parameters if p.requires_grad and id(p) not in reached)
     result.rewritten = writes.found()
     return result
-
-
-def settled_trace(
-    task: Task, mode: FakeTensorMode | None, model: nn.Module, batch: Any, bfloat16: bool = False
-) -> Trace:
-    """The trace with what every pass changes: tables that the first one alone makes are no change.
-
-    Raises TaskError where two passes draw from one generator of the task's own.
-    """
-    before = attributes_of(model)
-    traced = trace(task, mode, model, batch, bfloat16)
-    after = attributes_of(model)
-    same = before.keys() == after.keys() and all(_alike(each, after[name]) for name, each in before.items())
-    if same and not traced.rewritten and not traced.generators:
-        return traced
-    second = trace(task, mode, model, batch)
-    kept = [id(each) for _, each in traced.generators]
-    if own := next((name for name, each in second.generators if id(each) in kept), None):
-        raise TaskError(
-            f"{own or 'the loss'} draws random numbers from a generator of its own, which knows neither "
-            "steps nor ranks: a round that is done again, and a block that is computed again, would draw "
-            "others; draw from torch's default generator, which is seeded for each step"
-        )
-    counted = {
-        name: value
-        for name, value in after.items()
-        if not isinstance(value, Tensor) and attributes_of(model).get(name) != value
-    }
-    numbers = [Rewritten(name, name.rpartition(".")[0], weight=False, by_batch=False) for name in counted]
-    traced.rewritten = (*second.rewritten, *numbers)
-    if traced.rewritten and traced.examples > 1:
-        traced.rewritten = _by_examples(
-            traced, counted, lambda fewer: trace(task, mode, model, fewer), model, batch
-        )
-    return traced
-
-
-def _by_examples(
-    traced: Trace, counted: Mapping[str, float], again: Callable[[Any], Trace], model: nn.Module, batch: Any
-) -> tuple[Rewritten, ...]:
-    """What a pass changes, told of another with an example less whether it depends on how many there are."""
-    reached = attributes_of(model)
-    for name, value in counted.items():
-        owner, _, key = name.rpartition(".")
-        vars(model.get_submodule(owner))[key] = value
-
-    def without_last(tensor: Tensor) -> Tensor:
-        return tensor[:-1] if tensor.dim() and len(tensor) == traced.examples else tensor
-
-    try:
-        found = again(tree_map_only(Tensor, without_last, batch))
-    except Exception:  # noqa: BLE001 - a loss may want batches of one length
-        return traced.rewritten
-    fewer, now = {each.name: each.numbers for each in found.rewritten}, attributes_of(model)
-    return tuple(
-        replace(
-            each,
-            by_batch=each.by_batch
-            or fewer.get(each.name, each.numbers) != each.numbers
-            or (each.name in counted and now[each.name] != reached[each.name]),
-        )
-        for each in traced.rewritten
-    )
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return one is other or (not isinstance(one, Tensor) and bool(one == other))
 
 
 def unheard(how_far: str) -> None:
@@ -315,13 +260,24 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the results of costly operations, and of those that take random numbers; tells `writes` all."""
 
     def __init__(
-        self, stack: list[str], result: Trace, sharded: Callable[[], bool], writes: PassWrites
+        self,
+        model: nn.Module,
+        stack: list[str],
+        result: Trace,
+        sharded: Callable[[], bool],
+        writes: PassWrites,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes = writes
         self._stack = stack
         self._found = result
         self._sharded = sharded
+        blocks = standing_alone(model, find_blocks(model))
+        self._owners: dict[int, tuple[str, str, set[str]]] = {}
+        for name, each in model.named_parameters(remove_duplicate=False):
+            first = name, holder_of(name, blocks), set[str]()
+            held = self._owners.setdefault(each.untyped_storage()._cdata, first)
+            held[2].add(name.rpartition(".")[0])
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -329,6 +285,9 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **kwargs)
         drawn = draws(func, args, kwargs)
         self._writes.note(func, args, kwargs, output, drawn=drawn)
+        self._note_weights(args)
+        if func in _CLASSES and args[3] == 1:
+            self._found.ignored.add(int(args[4]))
         if func in COSTLY:
             size = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
             self._found.products.append(Kept(self._stack[-1], size))
@@ -343,6 +302,18 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (self._stack[-1], each) for each in own if each is not torch.default_generator
         ]
         return output
+
+    def _note_weights(self, args: Any) -> None:
+        """Which weights an operation takes outside of their layers, or of the block that gathers them."""
+        running = self._stack[1:]
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, Tensor) and not leaf.is_sparse:
+                place = leaf.untyped_storage()._cdata
+                name, holder, owners = self._owners.get(place, ("", "", set()))
+                if name and self._stack[-1] not in owners:
+                    self._found.borrowed.update(owners)
+                if name and not any(each == holder or each.startswith(f"{holder}.") for each in running):
+                    self._found.outside.setdefault(name, self._stack[-1])
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from roundtable.cluster.parallel.anatomy import reached_from
-from roundtable.cluster.parallel.forward_trace import quietly
+from roundtable.cluster.parallel.forward_trace import Trace, quietly
 from roundtable.cluster.parallel.packed_layers import (
     inputs_of_layer,
     outputs_of,
@@ -21,6 +22,9 @@ from roundtable.cluster.parallel.packed_layers import (
     take_inputs,
     take_outputs,
 )
+from roundtable.cluster.parallel.pipeline_stages import FixedOutput
+from roundtable.core.seeds import isolated_randomness
+from roundtable.core.task import Task
 
 _RANKS = 2
 _LENGTH = 16
@@ -262,3 +266,48 @@ def _part_of(
     for key in split.counts:
         divide_count(part, key, _RANKS)
     return part
+
+
+def is_whole_loss(task: Task, traced: Trace, batches: Sequence[Any]) -> bool:
+    """Whether a batch's loss is another than the mean of its examples' losses.
+
+    Of the first batch for which the loss takes a made-up output in the place of the model's, two parts are
+    tried. Where none does, as the model computes its own loss, a mean over classes tells that leaves out
+    labels of which examples have different numbers.
+    """
+    call = next((each for each in traced.calls if each.name == ""), None)
+    chance = any(each.name == "" for each in traced.draws)
+    if call is not None and call.output and call.output[0] == traced.examples and not chance:
+        for batch in batches:
+            if (found := _differs_in_parts(task, call.output[1:], batch)) is not None:
+                return found
+    labels = [leaf for leaf in tree_leaves(batches[0]) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    counts = [(leaf == each).flatten(1).sum(1) for leaf in labels for each in traced.ignored]
+    return any(bool((each != each[0]).any()) for each in counts)
+
+
+def _differs_in_parts(task: Task, shape: Sequence[int], batch: Any) -> bool | None:
+    """None where the loss does not take a made-up output."""
+    length = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    cut = length // 2 - (length % 2 == 0)
+    if cut < 1:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    wide = 3.0 * torch.randn(length, *shape, generator=generator)
+    for made in (wide, wide.sigmoid()):
+
+        def loss_of(first: int, after: int, made: Tensor = made) -> float:
+            def part(tensor: Tensor) -> Tensor:
+                return tensor[first:after] if tensor.dim() and len(tensor) == length else tensor
+
+            with isolated_randomness(1, torch.device("cpu")), torch.no_grad():
+                return float(task.loss(FixedOutput(made[first:after]), tree_map_only(Tensor, part, batch)))
+
+        try:
+            whole, one, other = loss_of(0, length), loss_of(0, cut), loss_of(cut, length)
+        except Exception:  # noqa: BLE001 - a loss may want probabilities, or more of a model than an output
+            continue
+        if math.isfinite(whole):
+            mean = (cut * one + (length - cut) * other) / length
+            return not math.isclose(whole, mean, rel_tol=1e-3, abs_tol=1e-6)
+    return None

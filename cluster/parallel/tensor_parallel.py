@@ -10,7 +10,7 @@ between them run on shards of the sequence (Korthikanti et al. 2022, section 4.2
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeGuard
 
@@ -137,7 +137,7 @@ def find_tensor_parallel(
     inner = {name: _stream(traced, name) for name in within}
     entry = _stream(traced, anatomy.blocks[0]) if anatomy.blocks else Stream(1, "")
     if styles and anatomy.blocks:
-        styles = {**_ends(model, anatomy, order), **styles}
+        styles = {**_ends(model, anatomy, order, traced.borrowed), **styles}
     norms, no_sequence = _norms(model, anatomy, styles, inner, head_norms, traced)
     if any(isinstance(module, MixtureOfExperts) and module.ordered for module in model.modules()):
         no_sequence = (
@@ -204,16 +204,19 @@ def from_task(task: object, model: nn.Module, traced: Trace) -> TensorParallel |
     )
 
 
-def _ends(model: nn.Module, anatomy: Anatomy, order: list[str]) -> dict[str, Style]:
+def _ends(model: nn.Module, anatomy: Anatomy, order: list[str], borrowed: Container[str]) -> dict[str, Style]:
     """Styles of embeddings before the blocks and of the linear head after them.
 
-    Layers that share one parameter are split alike, as are those that are never called, or not at all.
+    Not of those whose weight is `borrowed` by other code, which would find a part of it. Layers that share
+    one parameter are split alike, as are those that are never called, or not at all.
     """
     inside = [i for i, name in enumerate(order) if anatomy.unit_of(name) in anatomy.blocks]
     first, final = inside[0], inside[-1]
     styles: dict[str, Style] = {}
     for index, name in enumerate(order):
         module = model.get_submodule(name)
+        if name in borrowed:
+            continue
         if index < first and _is_table(module) and module.padding_idx is None:
             styles[name] = "vocabulary"
         if index > final and isinstance(module, nn.Linear) and is_dense(module):

@@ -20,6 +20,7 @@ from roundtable.cluster.parallel.strategy import (
     cannot_reduce,
 )
 from roundtable.cluster.plan.memory_estimate import ModelProbe
+from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core.config import JobConfig
 
@@ -226,11 +227,25 @@ def _whole(
 ) -> Iterator[Strategy]:
     """Yields those that run a batch as the model's layers want it: some take statistics over all of it."""
     for strategy in strategies:
-        reason = refuse_pieces(probe, strategy, job.algorithm.batch_size)
+        reason = refuse_loss(probe, job, strategy)
+        reason = reason or refuse_pieces(probe, strategy, job.algorithm.batch_size)
         if not reason:
             yield strategy
         elif reason not in reasons:
             reasons.append(reason)
+
+
+def refuse_loss(probe: ModelProbe, job: JobConfig, strategy: Strategy) -> str:
+    """Why a batch's loss cannot be put together of its pieces' losses; empty where it can, or is not."""
+    whole = strategy.mesh.data == strategy.mesh.pp == 1 and strategy.micro_batch >= job.algorithm.batch_size
+    if not probe.whole_loss or whole or strategy.batch_norm == "local" or is_example_level(job):
+        return ""
+    return (
+        "the loss of a batch is not the mean of its examples' losses (a sum, a mean over tokens of which "
+        "examples have different numbers, a comparison of examples), so that the losses of ranks and "
+        "micro-batches do not make it up; divide by what every example has, as rows × length, or set "
+        'batch_norm = "local" in [cluster.strategy], with which each micro-batch has a loss of its own'
+    )
 
 
 def refuse_pieces(probe: ModelProbe, strategy: Strategy, batch_size: int) -> str:
@@ -313,6 +328,13 @@ def _cannot_shard(probe: ModelProbe, kind: DataParallel, mesh: Mesh) -> str:
             f"{kind}: the forward pass writes to {weights[0].name}, each rank by its own examples or to a "
             "copy that is gathered for a moment, so that weights would part; leave out max_norm, or let the "
             "forward pass use a changed copy"
+        )
+    if probe.trace.outside and (kind in _SHARDED or mesh.tp > 1):
+        name, place = next(iter(probe.trace.outside.items()))
+        return (
+            f"{kind if kind in _SHARDED else 'tp'}: {place or 'the loss'} reads {name} while the part of the "
+            "model that has it does not run, when a rank has a shard of it alone; read it in that part's "
+            "forward, or use ddp"
         )
     if not sharded:
         return ""

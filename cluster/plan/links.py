@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from roundtable.client.durable_files import replace_synced
-from roundtable.cluster.parallel.text_collectives import gather_text
+from roundtable.cluster.parallel.meshes import gather_text
 from roundtable.cluster.plan.collective_rates import collective_rates
 from roundtable.cluster.plan.device_rates import DeviceRates
 from roundtable.cluster.plan.rank_clock import Clock

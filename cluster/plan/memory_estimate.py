@@ -57,9 +57,9 @@ class ModelProbe:
     collectives are gloo's, which work on copies. `work` is of one example, `optimizer` of a step for each
     byte of gradients, and each parameter; `own_optimizer`: the task makes it, not the job; `by_entry`: it
     treats each entry by itself; `cannot_code` is why its state cannot be in 8 bits. `streamed`: the
-    training data are a stream. `varies` names a module that not every pass calls, empty where all do.
-    `crowding` is how many times its share of the tokens an expert may get, by its layer's name. `known`
-    has sums that were asked for before.
+    training data are a stream; `whole_loss`: a batch's loss is not the mean of its examples'. `varies` names
+    a module that not every pass calls, empty where all do. `crowding` is how many times its share of the
+    tokens an expert may get, by its layer's name. `known` has sums that were asked for before.
     """
 
     anatomy: Anatomy
@@ -79,6 +79,7 @@ class ModelProbe:
     by_entry: bool = True
     cannot_code: str = ""
     streamed: bool = False
+    whole_loss: bool = False
     varies: str = ""
     crowding: dict[str, float] = field(default_factory=dict)
     known: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)

@@ -29,7 +29,6 @@ from roundtable.cluster.parallel.forward_trace import (
     Trace,
     fake_model,
     quietly,
-    settled_trace,
     trace,
     unheard,
 )
@@ -42,8 +41,10 @@ from roundtable.cluster.parallel.pipeline_stages import (
     partition,
     refuse_cut,
 )
+from roundtable.cluster.parallel.settled_trace import settled_trace
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.split_attention import split_attention
+from roundtable.cluster.parallel.split_check import is_whole_loss
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
@@ -55,6 +56,7 @@ from roundtable.core.task import Task, initial_state
 
 _DEGREES = (2, 4, 8, 16)
 _CPU = torch.device("cpu")
+_MANY = 8
 _LARGEST = 1 - 2**-24
 NOT_STREAMED = (
     "the training data are a stream, whose ranks have as many examples of a step as it brings, and the "
@@ -112,6 +114,7 @@ def probe_model(
         work=count_work(task, batch),
         optimizer=cost.work,
         streamed=count_examples(data) is None,
+        whole_loss=is_whole_loss(task, traced, (example_batch(data, _MANY), batch)),
         varies=varies,
         own_optimizer=cost.own,
         by_entry=cost.by_entry,

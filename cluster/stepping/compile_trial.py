@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from roundtable.client.durable_files import replace_synced
+from roundtable.cluster.parallel.meshes import broadcast_text, gather_text
 from roundtable.cluster.parallel.strategy import Strategy
-from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_text
 from roundtable.cluster.stepping.compiled_blocks import CompiledBlocks
 
 FILE = "compiled.json"

@@ -136,9 +136,14 @@ class Mirror:
             ) from error
 
 
-def superseded(names: Sequence[str], keep: int, is_end: Callable[[str], bool], ends_kept: int) -> list[str]:
-    """The old ones among names: all but the last `keep`, and of rounds' ends all but the last `ends_kept`."""
-    ordered = sorted(names)
+def superseded(
+    names: Sequence[str], newest: str, keep: int, is_end: Callable[[str], bool], ends_kept: int
+) -> list[str]:
+    """The old ones among names: all but the last `keep`, and of rounds' ends all but the last `ends_kept`.
+
+    `newest` is the last whatever its name: a round that is begun anew, by another plan, has made fewer steps.
+    """
+    ordered = sorted(names, key=lambda name: (name == newest, name))
     ends = [name for name in ordered if is_end(name)]
     within = [name for name in ordered if not is_end(name)]
     return [*ends[:-ends_kept], *within[:-keep]]

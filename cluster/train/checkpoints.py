@@ -21,13 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from roundtable.client.durable_files import digest_of, replace_synced
+from roundtable.cluster.parallel.meshes import broadcast_text
 from roundtable.cluster.parallel.shards import plain_name
-from roundtable.cluster.parallel.text_collectives import broadcast_text
 from roundtable.cluster.stepping.coded_state import read_state
 from roundtable.cluster.stepping.diloco import OuterOptimizer
 from roundtable.cluster.stepping.local_parameters import state_of, whole_of
@@ -81,6 +82,8 @@ class Checkpoints:
     ) -> None:
         """`folder` is written, `mirrors` get copies. `group` is a CPU group of all ranks.
 
+        `written` is then the step of the newest one within a round.
+
         `say` is told, on rank 0, of copies that fail and of those that are taken up.
         """
         self._say = say
@@ -88,6 +91,8 @@ class Checkpoints:
         self._mirrors = mirrors
         self._keep = keep
         self._group = group
+        self.written = 0
+        self._under_way = folder, Position(0, "", 0, 0, 0.0)
         self._writing: Any = None
         self.sealing: Future[None] | None = None
 
@@ -98,14 +103,18 @@ class Checkpoints:
         position: Position,
         outer: OuterOptimizer | None = None,
     ) -> None:
-        """Starts a save; returns once the tensors are copied, so that training may go on."""
+        """Starts a save; returns once the tensors are copied, so that training may go on.
+
+        One that cannot be written, as the disk is full, costs nothing but itself: rank 0 says so. That of a
+        round's end is what the next round begins from: then `finish` raises ResourceError.
+        """
         self.finish()
         place = _END if position.final else f"step-{position.step:08d}"
         folder = self._folder / f"round-{position.round:06d}-{place}"
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        dist.barrier(self._group)
+        self._under_way = folder, position
+        if reason := broadcast_text(_made_empty(folder) if dist.get_rank() == 0 else None, self._group):
+            self._not_written(reason)
+            return
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         own = ""
         if outer is not None:
@@ -127,20 +136,50 @@ class Checkpoints:
             Thread(target=self._settle, args=arguments, name="checkpoint", daemon=True).start()
 
     def finish(self) -> None:
-        """Waits for a save that is under way until it counts; raises what went wrong with it."""
+        """Waits for a save that is under way until it counts; raises what went wrong with it.
+
+        ResourceError for one of a round's end that cannot be written, on every rank or on rank 0 alone.
+        """
         writing, sealing = self._writing, self.sealing
         self._writing = self.sealing = None
-        if writing is not None:
-            writing.result()
-        if sealing is not None:
-            sealing.result()
+        try:
+            if writing is not None:
+                writing.result()
+            if sealing is not None:
+                sealing.result()
+        except (CheckpointException, OSError) as error:
+            reason = _why_not_written(error)
+            if not reason:
+                raise
+            self._not_written(reason)
+        else:
+            if writing is not None and not self._under_way[1].final:
+                self.written = self._under_way[1].step
+
+    def _not_written(self, reason: str) -> None:
+        folder, position = self._under_way
+        if position.final:
+            raise ResourceError(
+                f"the checkpoint of the end of round {position.round}, from which the next round's optimizer "
+                f"goes on, could not be written: {reason}; make room in the agent's state folder, or set "
+                '[algorithm] optimizer_state = "drop"'
+            )
+        if dist.get_rank() == 0:
+            # What is there of it would fill the disk that the next one needs.
+            shutil.rmtree(folder, ignore_errors=True)
+            self._say(
+                f"checkpoint {folder.name} could not be written: {reason}; the round goes on without it"
+            )
 
     def _settle(self, writing: Any, sealing: Future[None], folder: Path, position: Position) -> None:
         """Makes a checkpoint count. Rank 0's writing has ended when every rank's has."""
         try:
             writing.result()
             _seal(folder, position)
-            for name in self._old([path.name for path in self._folder.iterdir() if path.is_dir()]):
+            there = [path.name for path in self._folder.iterdir() if path.is_dir()]
+            whole = [name for name in there if (self._folder / name / STATE).exists()]
+            # One save is under way at a time: what else has no state was broken off.
+            for name in (*self._old(whole, folder.name), *(set(there) - set(whole))):
                 shutil.rmtree(self._folder / name, ignore_errors=True)
             for mirror in self._mirrors:
                 self._copy(folder, mirror)
@@ -153,13 +192,13 @@ class Checkpoints:
         """A copy that fails costs nothing but itself: training goes on, and the next checkpoint is tried."""
         try:
             mirror.put(folder)
-            for name in self._old(mirror.names()):
+            for name in self._old(mirror.names(), folder.name):
                 mirror.remove(name)
         except ResourceError as error:
             self._say(f"checkpoint {folder.name} has no copy: {error}")
 
-    def _old(self, names: Sequence[str]) -> list[str]:
-        return superseded(names, self._keep, lambda name: name.endswith(_END), _ENDS_KEPT)
+    def _old(self, names: Sequence[str], newest: str) -> list[str]:
+        return superseded(names, newest, self._keep, lambda name: name.endswith(_END), _ENDS_KEPT)
 
     def newest(self, round: int, model: str, *, packed: bool = False) -> tuple[Path, Position] | None:
         """The newest whole checkpoint within this round from this model, of layers that are packed or not."""
@@ -263,6 +302,8 @@ class Checkpoints:
                     _fetch(place, name, files, folder, position)
                 if all(digest_of(folder / file) == files[file] for file in files):
                     yield folder, position
+                else:
+                    self._say(f"checkpoint {name} in the agent's state folder is damaged, and is not used")
             except (OSError, ValueError, KeyError, TypeError, ResourceError):
                 continue
 
@@ -312,6 +353,27 @@ def training_state(
             if isinstance(value := read_state(held), Tensor):
                 name = plain_name(names[id(whole_of(parameter))])
                 yield f"{own}optimizer/{name}/{key}", state_of(parameter, value)
+
+
+def _made_empty(folder: Path) -> str:
+    """Makes a folder anew; says why it cannot be made."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return ""
+
+
+def _why_not_written(error: CheckpointException | OSError) -> str:
+    """What the disk said, on whichever rank; empty where something else went wrong."""
+    failures: list[object] = [error]
+    if isinstance(error, CheckpointException):
+        failures = [each[0] for each in error.failures.values()]
+    if not all(isinstance(each, OSError) for each in failures):
+        return ""
+    reasons = (each.strerror for each in failures if isinstance(each, OSError))
+    return next((reason for reason in reasons if reason), "the disk fails")
 
 
 def _seal(folder: Path, position: Position) -> None:

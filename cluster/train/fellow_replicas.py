@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roundtable.client.training.local_work import Stopped
+from roundtable.cluster.parallel.meshes import broadcast_text
 from roundtable.cluster.parallel.shards import local_of, plain_name
-from roundtable.cluster.parallel.text_collectives import broadcast_text
 from roundtable.cluster.stepping.local_parameters import whole_of
 from roundtable.cluster.stepping.sharded_optimizer import fill_state
 from roundtable.cluster.train.checkpoints import training_state

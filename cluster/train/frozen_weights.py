@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roundtable.client.training.module_state import bit_sum, frozen_changed
+from roundtable.cluster.parallel.meshes import broadcast_text, gather_text
 from roundtable.cluster.parallel.shards import Places, local_of
-from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_text
 from roundtable.cluster.train.local_state import OwnTensors
 from roundtable.core.errors import LayoutError, RoundtableError
 from roundtable.core.layout import Layout

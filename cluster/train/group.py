@@ -98,7 +98,6 @@ class GroupExecutor:
         times = CheckpointTimes(self._group.table)
 
         def save(step: int) -> None:
-            nonlocal saved
             scale = trainer.scale
             stream = batches.place(step, self._group.control)
             position = Position(
@@ -110,7 +109,7 @@ class GroupExecutor:
                 stream=stream,
                 scale=None if scale is None else (scale.scale, scale.good, done.skipped),
             )
-            saved = self._save(trainer, checkpoints, position)
+            self._save(trainer, checkpoints, position)
             times.saved()
 
         wishes, figures = Wishes(withdrawn, times.due), RoundFigures(trial=trainer.replica.trial)
@@ -120,7 +119,8 @@ class GroupExecutor:
             )
         except InvalidUpdate as error:
             checkpoints.finish()
-            raise InvalidUpdate(error.reason, f"{error}; {last_sound(saved)}") from error
+            sound = last_sound(checkpoints.written or saved)
+            raise InvalidUpdate(error.reason, f"{error}; {sound}") from error
         if self.peers is not None and not self.peers.delivers():
             # Another replica writes what all have learnt; this one goes on from the same.
             checkpoints.finish()
@@ -347,10 +347,9 @@ class GroupExecutor:
             trainer.scale = LossScale(scale, good)
         return position.step
 
-    def _save(self, trainer: RankTrainer, checkpoints: Checkpoints, position: Position) -> int:
+    def _save(self, trainer: RankTrainer, checkpoints: Checkpoints, position: Position) -> None:
         assert trainer.optimizer is not None
         checkpoints.save(trainer.replica, trainer.optimizer, position, trainer.outer)
-        return position.step
 
     def _deliver(
         self,

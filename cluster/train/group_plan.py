@@ -15,10 +15,10 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.worker.executor import Settings
 from roundtable.cluster.choice.planner import ClusterPlan, make_plan
 from roundtable.cluster.choice.search import HEADROOM
+from roundtable.cluster.parallel.meshes import broadcast_text
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
-from roundtable.cluster.parallel.text_collectives import broadcast_text
-from roundtable.cluster.plan.candidates import refuse_pieces
+from roundtable.cluster.plan.candidates import refuse_loss, refuse_pieces
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.memory_estimate import ModelProbe, estimate, with_momentum
 from roundtable.cluster.plan.model_probe import probe_model
@@ -110,7 +110,8 @@ def lightened(
     strategy = plan.strategy
     for _ in range(failures):
         halved = strategy.halved()
-        if strategy.micro_batch > 1 and not refuse_pieces(probe, halved, job.algorithm.batch_size):
+        refusal = refuse_loss(probe, job, halved) or refuse_pieces(probe, halved, job.algorithm.batch_size)
+        if strategy.micro_batch > 1 and not refusal:
             strategy = halved
             continue
         accumulated = -(-job.algorithm.batch_size // strategy.mesh.data)

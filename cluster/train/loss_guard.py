@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from roundtable.client.policy.cluster_table import ClusterTable
-from roundtable.cluster.parallel.text_collectives import gather_text
+from roundtable.cluster.parallel.meshes import gather_text
 from roundtable.core.errors import InvalidUpdate
 
 _WINDOW = 16

@@ -27,7 +27,7 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.training.local_work import Stopped
 from roundtable.client.worker.executor import Settings
-from roundtable.cluster.parallel.text_collectives import broadcast_text, gather_text
+from roundtable.cluster.parallel.meshes import broadcast_text, gather_text
 from roundtable.cluster.plan.launch_variables import LaunchVariables
 from roundtable.cluster.plan.links import known_links
 from roundtable.cluster.plan.resources import Resources

@@ -19,12 +19,11 @@ from roundtable.client.training.metrics import Counts, Metrics, add, checked
 from roundtable.client.training.sgd import Correction, RoundSchedule
 from roundtable.cluster.parallel.apply_strategy import set_products
 from roundtable.cluster.parallel.experts import expert_loads
-from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.meshes import Meshes, gather_names
 from roundtable.cluster.parallel.shards import Places, finite
 from roundtable.cluster.parallel.shared_batch_norm import batch_norms, refuse_parts
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel
-from roundtable.cluster.parallel.text_collectives import gather_names
 from roundtable.cluster.plan.arithmetic import ExampleCost
 from roundtable.cluster.plan.privacy_composition import is_example_level
 from roundtable.cluster.stepping.agreed_step import AgreedStep, PendingFigures

@@ -18,9 +18,9 @@ from roundtable.client.durable_files import append_synced, replace_synced
 from roundtable.client.training.local_work import Stopped
 from roundtable.client.training.metrics import Metrics, training_sums
 from roundtable.client.worker.worker_order import Order
+from roundtable.cluster.parallel.meshes import gather_text
 from roundtable.cluster.parallel.routing import ExpertShares
 from roundtable.cluster.parallel.strategy import Strategy
-from roundtable.cluster.parallel.text_collectives import gather_text
 from roundtable.cluster.stepping.compile_trial import CompileTrial
 from roundtable.core.machine.process_facts import peak_memory
 from roundtable.core.task import Task

@@ -16,7 +16,7 @@ from roundtable.client.streams.shares import ReadingShare
 from roundtable.client.streams.tar_shards import TarShards
 from roundtable.client.training.batches import steps_of_stream
 from roundtable.client.training.loaders import base_of, check_loader, collate_of
-from roundtable.cluster.parallel.text_collectives import gather_text
+from roundtable.cluster.parallel.meshes import gather_text
 from roundtable.cluster.plan.model_probe import NOT_STREAMED
 from roundtable.cluster.train.shared_batches import Share, Sharing
 from roundtable.core.errors import TaskError

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from full_checkpoints import save_while_full
+from ranks import run_ranks
 from s3 import s3_bucket
 
 from roundtable.client.policy.cluster_table import ClusterTable
@@ -86,3 +88,15 @@ def test_a_description_that_would_fill_the_memory_or_the_stack_is_none(tmp_path:
 def test_an_address_that_nothing_reads_is_refused_when_the_agent_starts() -> None:
     with pytest.raises(ConfigError, match="'nowhere://place' cannot be used"):
         mirrors(ClusterTable(checkpoints=("nowhere://place",)), "job-1")
+
+
+def test_a_full_disk_costs_its_checkpoint_and_the_newest_stays_whatever_its_name(tmp_path: Path) -> None:
+    (said, there, ended, newest), (_, _, others, _) = run_ranks(save_while_full, 2, tmp_path)
+    (line,) = said
+    assert line.startswith("checkpoint round-000001-step-00000004 could not be written: File too large; the")
+    # One that was broken off is gone, and the full disk has nothing of its own left on it.
+    assert there == ["2 of 1", "2 of 1", "1 of 1"]
+    assert newest == 1
+    assert ended == others
+    assert "end of round 1" in ended[0]
+    assert "File too large" in ended[0]

@@ -20,6 +20,7 @@ from odd_models import (
     Recurrent,
     Rows,
     RunningMean,
+    Speaker,
     Words,
     active,
     by_torch,
@@ -38,6 +39,8 @@ from torch.nn import functional as F
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.choice.planner import make_plan
+from roundtable.cluster.parallel.forward_trace import fake_model, trace
+from roundtable.cluster.parallel.split_check import is_whole_loss
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.memory_estimate import ModelProbe
@@ -58,10 +61,36 @@ def planned(task: Odd, **strategy: Any) -> Strategy:
     return make_plan(looked_over(task), Resources(1, 2, 1 << 40, "cpu"), job(), table).strategy
 
 
+def padded(model: nn.Module, batch: Any) -> Tensor:
+    """The mean over words that are there: of each example another number."""
+    words, lengths = batch
+    labels = torch.where(torch.arange(words.shape[1]) <= lengths[:, None], words, -100)
+    return F.cross_entropy(model(words).mT, labels)
+
+
+def summed(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def compared(model: nn.Module, batch: Any) -> Tensor:
+    rows = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def decayed(model: nn.Module, batch: Any) -> Tensor:
+    penalty = sum(each.square().sum() for each in model.parameters())
+    return F.cross_entropy(model(batch[0]).mT, batch[0]) + penalty
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 4))
+
+
 def normalised_embedding() -> nn.Module:
     return nn.Sequential(nn.Embedding(64, 8, max_norm=1.0), nn.Flatten(), nn.Linear(40, 4))
 
 
+WHOLE = "the loss of a batch is not the mean of its examples' losses"
 OWN = "takes statistics over a batch in a way of its own"
 REFUSED: list[tuple[str, Odd, dict[str, Any], str]] = [
     (
@@ -77,6 +106,10 @@ REFUSED: list[tuple[str, Odd, dict[str, Any], str]] = [
     ("counted", Odd(lambda: Recurrent("examples")), {"data_parallel": "ddp"}, "the model " + OWN),
     ("buffered", Odd(lambda: Recurrent("buffer")), {"data_parallel": "zero2"}, "the model " + OWN),
     ("passes", Odd(lambda: Recurrent("passes")), {"micro_batch": 2}, r"changes count.*4 examples"),
+    ("padded", Words(Speaker, padded), {"data_parallel": "ddp"}, WHOLE),
+    ("sum", Odd(perceptron, summed), {"data_parallel": "zero2"}, WHOLE),
+    ("compared", Odd(perceptron, compared), {"data_parallel": "ddp", "micro_batch": 4}, WHOLE),
+    ("decayed", Words(Speaker, decayed), {"data_parallel": "zero3"}, r"the loss reads table\.weight while"),
     ("norms", Words(normalised_embedding), {"data_parallel": "ddp"}, r"writes to 0\.weight"),
     ("clamped copies", Odd(Clamped), {"data_parallel": "zero3"}, r"writes to head\.weight"),
     ("clamped parts", Odd(Clamped), {"micro_batch": 2}, r"changes head\.weight"),
@@ -131,6 +164,27 @@ def test_ranks_have_one_process_s_weights_and_each_other_s() -> None:
     # What Python and NumPy draw is the same in a block that is computed again.
     kept, *again = (weights for weights, _ in first[len(exact) + 1 :])
     assert [all(torch.equal(each[name], kept[name]) for name in kept) for each in again] == [True] * 3
+
+
+def test_a_loss_of_the_whole_batch_is_a_micro_batch_s_where_that_is_chosen() -> None:
+    task = Words(Speaker, padded)
+    assert planned(task, data_parallel="ddp", batch_norm="local").mesh.dp == 2
+    assert planned(task, tp=2).micro_batch == 8, "all examples run at once"
+    assert planned(Words(Speaker, decayed), data_parallel="ddp").mesh.dp == 2
+    # Of a model that computes its own loss the labels tell.
+    labelled = (torch.ones(4, 5, dtype=torch.int64), torch.ones(4, 5, dtype=torch.int64))
+    odd = labelled[1].clone()
+    odd[0, 1:] = -100
+    inside = Words(Speaker, lambda model, batch: model(*batch))
+    traced = trace(inside, *fake_model(inside), labelled)
+    assert is_whole_loss(inside, traced, [(labelled[0], odd)])
+    odd[:, 1:] = -100
+    assert not is_whole_loss(inside, traced, [(labelled[0], odd)])
+
+
+def test_a_table_that_other_code_reads_is_not_split() -> None:
+    styles = looked_over(Words(Speaker, padded)).tensor_parallel.styles
+    assert set(styles.values()) == {"column", "row"}
 
 
 class OwnGenerator(nn.Module):

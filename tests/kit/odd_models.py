@@ -134,6 +134,23 @@ class Recurrent(nn.Module):
         return self.head(x) / (1 + self.count + self.seen)
 
 
+class Speaker(nn.Module):
+    """Words by the table that it reads them with; by itself it can compute its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 8)
+        blocks = (nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2))
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, words: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.table(words)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = F.linear(x, self.table.weight)
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 class Normed(nn.Module):
     """Asks its batch normalisation what it is, as code does that keeps it in evaluation; it has a hook."""
 
