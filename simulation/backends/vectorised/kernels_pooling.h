@@ -31,10 +31,10 @@ struct Line {
     if (count <= WIDTH) return {some(from, 0, count), Vector{}};
     return {load(from), some(from, WIDTH, count - WIDTH)};
   }
-  void add_to(float* to, int count) const {
-    Line there = read(to, count);
-    put(to, 0, there.first + first, count < WIDTH ? count : WIDTH);
-    if (count > WIDTH) put(to, WIDTH, there.second + second, count - WIDTH);
+  Line operator+(const Line& other) const { return {first + other.first, second + other.second}; }
+  void write(float* to, int count) const {
+    put(to, 0, first, count < WIDTH ? count : WIDTH);
+    if (count > WIDTH) put(to, WIDTH, second, count - WIDTH);
   }
 };
 
@@ -52,14 +52,16 @@ static inline Vector apart(const float* from, int64_t step, int count) {
 
 // Adds value(number) to the pixels of that number in `count` windows side by side, whose first one is at `to`.
 template <class Value>
-static inline void add_to_windows(const Windows& w, float* to, int count, Value value) {
+__attribute__((always_inline)) static inline void add_to_windows(const Windows& w, float* to, int count, Value value) {
   bool pairs = w.right == 2 && w.kernel_width == 2;
   for (int32_t y = 0, number = 0; y < w.kernel_height; y++, to += w.width)
     for (int32_t x = 0; x < w.kernel_width; x++, number++) {
       Vector v = value(number);
       if (pairs) {
         Vector next = value(++number);
-        Line{lower_pairs(v, next), upper_pairs(v, next)}.add_to(to, 2 * count);
+        Line line{lower_pairs(v, next), upper_pairs(v, next)};
+        // Of windows that do not overlap nothing is there yet.
+        (w.down >= w.kernel_height ? line : Line::read(to, 2 * count) + line).write(to, 2 * count);
         x++;
       } else if (w.right == 1) {
         put(to + x, 0, some(to + x, 0, count) + v, count);
@@ -76,7 +78,7 @@ static inline Integers takes(Vector value, Vector most) { return (value > most) 
 // Calls function(image, offset of its first window's pixel, offset in the output, windows) for vectors of windows
 // side by side.
 template <class Function>
-static void each_vector(const Windows& w, Function function) {
+__attribute__((always_inline)) static inline void each_vector(const Windows& w, Function function) {
   for (int64_t image = 0; image < w.batch * w.channels; image++)
     for (int64_t y = 0; y < w.out_height; y++)
       each(w.out_width, [&](int64_t x, int count) {
@@ -87,7 +89,7 @@ static void each_vector(const Windows& w, Function function) {
 
 // Calls function(pixel, number of the pixel in its window) for each pixel of a window from `from` on.
 template <class Function>
-static inline void each_pixel(const Windows& w, int64_t from, Function function) {
+__attribute__((always_inline)) static inline void each_pixel(const Windows& w, int64_t from, Function function) {
   for (int64_t y = 0; y < w.kernel_height; y++)
     for (int64_t x = 0; x < w.kernel_width; x++)
       function(from + y * w.width + x, (int32_t)(y * w.kernel_width + x));
@@ -115,8 +117,18 @@ static void each_largest(const Windows& w, const float* x, Function function) {
       for (int64_t column = 0; column < w.out_width; column++, out++) function(largest_in(w, x, image, y, column), out);
 }
 
-static void max_pool(const Windows& w, const float* x, float* y) {
-  if (w.padded()) return each_largest(w, x, [&](int64_t from, int64_t to) { y[to] = x[from]; });
+// Calls function(w), with constants in the place of the sizes that are the most frequent.
+template <class Function>
+static inline void by_size(Windows w, Function function) {
+  if (w.kernel_height == 2 && w.kernel_width == 2 && w.down == 2 && w.right == 2)
+    w.kernel_height = w.kernel_width = w.down = w.right = 2, function(w);
+  else
+    function(w);
+}
+
+static void max_pool(const Windows& sizes, const float* x, float* y) {
+  if (sizes.padded()) return each_largest(sizes, x, [&](int64_t from, int64_t to) { y[to] = x[from]; });
+  by_size(sizes, [&](const Windows& w) __attribute__((always_inline)) {
   each_vector(w, [&](int64_t from, int64_t to, int count) {
     Vector most{};
     each_pixel(w, from, [&](int64_t pixel, int32_t number) {
@@ -125,12 +137,14 @@ static void max_pool(const Windows& w, const float* x, float* y) {
     });
     put(y, to, most, count);
   });
+  });
 }
 
 // dx [images, height, width] <- g where the largest value of each window is.
-static void max_pool_backward(const Windows& w, const float* g, const float* x, float* dx) {
-  memset(dx, 0, w.batch * w.channels * w.height * w.width * sizeof(float));
-  if (w.padded()) return each_largest(w, x, [&](int64_t from, int64_t to) { dx[from] += g[to]; });
+static void max_pool_backward(const Windows& sizes, const float* g, const float* x, float* dx) {
+  memset(dx, 0, sizes.batch * sizes.channels * sizes.height * sizes.width * sizeof(float));
+  if (sizes.padded()) return each_largest(sizes, x, [&](int64_t from, int64_t to) { dx[from] += g[to]; });
+  by_size(sizes, [&](const Windows& w) __attribute__((always_inline)) {
   each_vector(w, [&](int64_t from, int64_t to, int count) {
     Vector most{}, gradient = some(g, to, count);
     Integers which{};
@@ -142,6 +156,7 @@ static void max_pool_backward(const Windows& w, const float* g, const float* x, 
       which = taken ? Integers{} + number : which;
     });
     add_to_windows(w, dx + from, count, [&](int32_t number) { return which == number ? gradient : splat(0.0f); });
+  });
   });
 }
 

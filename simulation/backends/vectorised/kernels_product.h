@@ -137,10 +137,6 @@ static void sweep_band(int rows, int64_t first, int64_t last, int64_t depth, con
   int64_t j = first;
   for (; j + C * WIDTH <= last; j += C * WIDTH)
     sweep_tile<R, C>(depth, a, a_row, a_column, b + j, b_row, c + j, c_row, WIDTH, finish.at(0, j));
-  if (j + 2 * WIDTH <= last) {
-    sweep_tile<R, 2>(depth, a, a_row, a_column, b + j, b_row, c + j, c_row, WIDTH, finish.at(0, j));
-    j += 2 * WIDTH;
-  }
   for (; j < last; j += WIDTH) {
     int part = (int)(last - j < WIDTH ? last - j : WIDTH);
     sweep_tile<R, 1>(depth, a, a_row, a_column, b + j, b_row, c + j, c_row, part, finish.at(0, j));

@@ -3,7 +3,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -25,10 +25,20 @@ static inline Vector splat(float x) { return x - Vector{}; }
 static inline Vector load(const float* from) { return *(const Unaligned*)from; }
 static inline void store(float* to, Vector v) { *(Unaligned*)to = v; }
 
+#if defined(__AVX__) && !defined(__AVX512F__)
+// A mask of the first `count` of eight lanes.
+static inline __m256i first_lanes(int count) {
+  alignas(64) static const int32_t LANES[16] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+  return _mm256_loadu_si256((const __m256i*)(LANES + 8 - count));
+}
+#endif
+
 // The first `count` of a vector; what lies beyond is not touched in memory and zero in the register.
 static inline Vector load_part(const float* from, int count) {
 #if defined(__AVX512F__)
   return (Vector)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
+#elif defined(__AVX__)
+  return (Vector)_mm256_maskload_ps(from, first_lanes(count));
 #else
   Vector v{};
   memcpy(&v, from, count * sizeof(float));
@@ -39,6 +49,8 @@ static inline Vector load_part(const float* from, int count) {
 static inline void store_part(float* to, Vector v, int count) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(to, (__mmask16)((1u << count) - 1), (__m512)v);
+#elif defined(__AVX__)
+  _mm256_maskstore_ps(to, first_lanes(count), (__m256)v);
 #else
   memcpy(to, &v, count * sizeof(float));
 #endif
