@@ -17,8 +17,16 @@ from scripted_agent import secure_channel
 from roundtable.core.identity import credentials
 from roundtable.core.identity.credentials import SiloIdentity, issue, load_silo_identity
 from roundtable.core.identity.signing import passage_values, sign
-from roundtable.proto import PROTOCOL_VERSION, agent_pb2, relay_pb2, relay_pb2_grpc
+from roundtable.proto import (
+    MOST_TOGETHER,
+    PROTOCOL_VERSION,
+    TOGETHER_BYTES,
+    agent_pb2,
+    relay_pb2,
+    relay_pb2_grpc,
+)
 from roundtable.server import Coordinator
+from roundtable.server.services.lines import Outbox
 from roundtable.server.store import AgentRow, Database
 from roundtable.server.store.agent_rows import remember, stored_clients
 from roundtable.server.store.trust_rows import InstallationRow, bind_installations
@@ -80,45 +88,91 @@ def counted(database: Database) -> Iterator[dict[str, int]]:
             sa.event.remove(engine, "before_cursor_execute", count)
 
 
-async def arrive(coordinator: Coordinator, certificates: Path, comers: Sequence[Comer]) -> None:
-    """A relay comes with all of them, and goes once all were welcomed."""
-    async with secure_channel(coordinator.port, certificates / "north") as channel:
-        stub: Any = relay_pb2_grpc.RelaysStub(channel)
-        trunk = stub.Trunk()
-        hello = relay_pb2.RelayHello(version="test", protocol=PROTOCOL_VERSION, clock=time.time())
-        await trunk.write(relay_pb2.FromRelay(hello=hello))
-        assert (await trunk.read()).WhichOneof("message") == "welcome"
-        named = {comer.name: comer for comer in comers}
-        for comer in comers:
-            said = relay_pb2.SaidBySilo(silo=comer.name, message=comer.hello())
-            await trunk.write(relay_pb2.FromRelay(said=said))
-        welcomed = set[str]()
-        while len(welcomed) < len(comers):
-            told = (await trunk.read()).said
-            match told.message.WhichOneof("message"):
-                case "challenge":
-                    proof = named[told.silo].proof(told.message.challenge)
-                    said = relay_pb2.SaidBySilo(silo=told.silo, message=proof)
-                    await trunk.write(relay_pb2.FromRelay(said=said))
-                case "welcome":
-                    welcomed.add(told.silo)
-                case other:
-                    raise AssertionError(f"{told.silo} was told {other}: {told.message}")
+async def come(coordinator: Coordinator, certificates: Path, together: int) -> tuple[Any, Any]:
+    """A relay's channel and its trunk, welcomed."""
+    channel = secure_channel(coordinator.port, certificates / "north")
+    stub: Any = relay_pb2_grpc.RelaysStub(channel)
+    trunk = stub.Trunk()
+    hello = relay_pb2.RelayHello(
+        version="test", protocol=PROTOCOL_VERSION, clock=time.time(), together=together
+    )
+    await trunk.write(relay_pb2.FromRelay(hello=hello))
+    welcome = (await trunk.read()).welcome
+    assert welcome.together == MOST_TOGETHER
+    return channel, trunk
+
+
+async def say(trunk: Any, said: Sequence[tuple[str, agent_pb2.FromAgent]], together: int) -> None:
+    """What silos say, in as few messages as the relay may."""
+    messages = [
+        relay_pb2.FromRelay(said=relay_pb2.SaidBySilo(silo=silo, message=message)) for silo, message in said
+    ]
+    if together:
+        messages = [relay_pb2.FromRelay(several=relay_pb2.SeveralFromRelay(messages=messages))]
+    for message in messages:
+        await trunk.write(message)
+
+
+async def arrive(coordinator: Coordinator, certificates: Path, comers: Sequence[Comer], together: int) -> int:
+    """A relay comes with all of them, and goes once all were welcomed; how many messages it was sent."""
+    channel, trunk = await come(coordinator, certificates, together)
+    named = {comer.name: comer for comer in comers}
+    await say(trunk, [(comer.name, comer.hello()) for comer in comers], together)
+    welcomed, messages = set[str](), 0
+    while len(welcomed) < len(comers):
+        message = await trunk.read()
+        messages += 1
+        several = message.WhichOneof("message") == "several"
+        proofs = []
+        for each in message.several.messages if several else [message]:
+            silo, told = each.said.silo, each.said.message
+            assert told.WhichOneof("message") in ("challenge", "welcome"), f"{silo} was told {told}"
+            if told.challenge:
+                proofs.append((silo, named[silo].proof(told.challenge)))
+            else:
+                welcomed.add(silo)
+        if proofs:
+            await say(trunk, proofs, together)
+    await channel.close()
+    return messages
 
 
 async def test_silos_that_come_by_a_relay_at_once_share_transactions_and_statements(
     coordinator: Coordinator, certificates: Path, comers: list[Comer]
 ) -> None:
     """One by one they would take five transactions each, and more statements."""
-    for comes in ("first", "again"):
+    for comes, together in (("first", 0), ("again", 500)):
         with counted(coordinator._database) as counts:
-            await arrive(coordinator, certificates, comers)
+            messages = await arrive(coordinator, certificates, comers, together)
         assert counts["transactions"] <= SILOS / 2, comes
         assert counts["statements"] <= SILOS, comes
+        # One by one two for each silo; a relay that does not say that it takes several gets them so.
+        assert (messages == 2 * SILOS) if not together else (messages <= SILOS / 2)
     stored = await coordinator._database.read(lambda c: stored_clients(c, [each.name for each in comers]))
     assert {name: row.metadata["relay"] for name, row in stored.items()} == {
         comer.name: "north" for comer in comers
     }
+
+
+async def test_more_messages_in_one_than_may_be_end_a_relays_stream(
+    coordinator: Coordinator, certificates: Path, comers: list[Comer]
+) -> None:
+    channel, trunk = await come(coordinator, certificates, MOST_TOGETHER)
+    beat = relay_pb2.FromRelay(beat=relay_pb2.RelayBeat())
+    several = relay_pb2.SeveralFromRelay(messages=[beat] * (MOST_TOGETHER + 1))
+    await trunk.write(relay_pb2.FromRelay(several=several))
+    assert "the messages of a relay in one" in (await trunk.read()).refused
+    await channel.close()
+
+
+async def test_an_outbox_gives_in_one_what_may_travel_in_one_and_keeps_the_order() -> None:
+    outbox: Outbox[relay_pb2.ToRelay] = Outbox()
+    small = [relay_pb2.ToRelay(ended=f"silo{number}") for number in range(5)]
+    large = [relay_pb2.ToRelay(revocations=bytes([n]) * TOGETHER_BYTES) for n in range(2)]
+    for message in [*small, *large, small[0], None, small[1]]:
+        outbox.put(message)
+    taken = [await outbox.take(3) for _ in range(6)]
+    assert taken == [small[:3], small[3:], [large[0]], [large[1]], [small[0]], []]
 
 
 async def test_of_two_installations_that_come_in_one_transaction_the_first_is_bound(
