@@ -11,8 +11,10 @@ from typing import Any
 from roundtable.core import extras
 from roundtable.core.analyses.question import Answer
 from roundtable.core.errors import ConfigError
+from roundtable.core.foreign_text import printable
 
 _ENDINGS = (".png", ".svg", ".pdf")
+_LONGEST = 60
 
 
 def draw(answers: Sequence[Answer], path: Path) -> None:
@@ -23,25 +25,38 @@ def draw(answers: Sequence[Answer], path: Path) -> None:
     if not drawn:
         raise ConfigError(f"no answer of this survey has a picture; those of {', '.join(_PANELS)} have")
     figures = extras.load("matplotlib.figure", "a picture")
-    heights = [_height(answer) for answer, _ in drawn]
-    figure = figures.Figure(figsize=(6.4, sum(heights)), layout="constrained")
-    rows = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=heights)
-    for (answer, panel), (axes,) in zip(drawn, rows, strict=True):
-        panel(axes, answer)
-        axes.set_title(answer.title)
-    figure.savefig(path)
+    # Words of a study are no formulas: "$0 to $50" is no mathematics.
+    with extras.load("matplotlib", "a picture").rc_context({"text.parse_math": False}):
+        heights = [_height(answer) for answer, _ in drawn]
+        figure = figures.Figure(figsize=(6.4, sum(heights)), layout="constrained")
+        rows = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=heights)
+        for (answer, panel), (axes,) in zip(drawn, rows, strict=True):
+            try:
+                panel(axes, answer)
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                raise ConfigError(f"{answer.title}: its values make no picture ({error!r})") from error
+            axes.set_title(_word(answer.title))
+        figure.savefig(path)
+
+
+def _word(text: str) -> str:
+    """A word of the study in a picture: printable, as SVG has it to be, and short. A legend leaves out what
+    begins with an underscore."""
+    shown = printable(text, _LONGEST)
+    return f" {shown}" if shown.startswith("_") else shown
 
 
 def _height(answer: Answer) -> float:
     """Inches: a line for each term, where the panel is made of terms."""
-    return 1.1 + 0.3 * len(answer.values["terms"]) if "terms" in answer.values else 3.6
+    terms = answer.values.get("terms")
+    return 1.1 + 0.3 * len(terms) if isinstance(terms, list | tuple) else 3.6
 
 
 def _histogram(axes: Any, answer: Answer) -> None:
     edges, counts = answer.values["edges"], answer.values["counts"]
     middles = [(low + high) / 2 for low, high in pairwise(edges)]
     for label, counted in counts.items():
-        line = axes.stairs([_or_nan(each) for each in counted], edges, label=label)
+        line = axes.stairs([_or_nan(each) for each in counted], edges, label=_word(label))
         for middle, ends in zip(middles, answer.values.get("intervals", {}).get(label, ()), strict=False):
             axes.plot([middle, middle], ends, color=line.get_edgecolor(), linewidth=0.8)
     # A step to 0 would say that nobody is there.
@@ -49,7 +64,7 @@ def _histogram(axes: Any, answer: Answer) -> None:
     for number, place in enumerate(hidden):
         label = None if number else "few rows: hidden"
         axes.axvspan(edges[place], edges[place + 1], color="0.88", zorder=0, label=label)
-    axes.set_xlabel(answer.header[0].removesuffix(" from"))
+    axes.set_xlabel(_word(answer.header[0].removesuffix(" from")))
     axes.set_ylabel("rows")
     if len(counts) > 1 or hidden:
         axes.legend()
@@ -62,7 +77,7 @@ def _or_nan(value: float | None) -> float:
 def _survival(axes: Any, answer: Answer) -> None:
     for label, curve in answer.values["curves"].items():
         times = [0.0, *curve["times"]]
-        line = axes.step(times, [1.0, *curve["survival"]], where="post", label=label)[0]
+        line = axes.step(times, [1.0, *curve["survival"]], where="post", label=_word(label))[0]
         low, high = ([1.0, *map(_or_nan, curve[key])] for key in ("lower", "upper"))
         axes.fill_between(times, low, high, step="post", alpha=0.2, color=line.get_color())
     axes.set_ylim(0, 1)
@@ -85,7 +100,7 @@ def _coefficients(axes: Any, answer: Answer) -> None:
         fmt="o",
     )
     axes.axvline(0.0, linewidth=0.8, color="grey")
-    axes.set_yticks(places, terms)
+    axes.set_yticks(places, [_word(term) for term in terms])
     axes.set_ylim(len(terms) - 0.5, -0.5)
     axes.set_xlabel("coefficient, 95 % interval")
 
@@ -106,7 +121,7 @@ def _hazard_ratios(axes: Any, answer: Answer) -> None:
         axes.set_xticks(ticks := _round_numbers(low, high), [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
     axes.axvline(1.0, linewidth=0.8, color="grey")
-    axes.set_yticks(places, terms)
+    axes.set_yticks(places, [_word(term) for term in terms])
     axes.set_ylim(len(terms) - 0.5, -0.5)
     axes.set_xlabel("hazard ratio, 95 % interval")
 
@@ -126,7 +141,8 @@ def _trees(axes: Any, answer: Answer) -> None:
     if "metric" not in answer.values:
         worth = {name: each["total_gain"] for name, each in answer.values["importance"].items()}
         names = sorted(worth, key=lambda name: worth[name])
-        axes.barh(names, [worth[name] for name in names])
+        axes.barh(range(len(names)), [worth[name] for name in names])
+        axes.set_yticks(range(len(names)), [_word(name) for name in names])
         axes.set_xlabel("total gain")
         return
     for label, key in (("grown on", "training_loss"), ("held out", "held_out_loss")):
@@ -151,7 +167,7 @@ def _evaluation(axes: Any, answer: Answer) -> None:
     for place, each in enumerate(told.values()):
         axes.plot(each["auroc_interval"], [place, place], color="C0")
         axes.plot([each["auroc"]], [place], marker="o", color="C0")
-    axes.set_yticks(range(len(told)), list(told))
+    axes.set_yticks(range(len(told)), [_word(name) for name in told])
     axes.set_xlabel("AUROC, 95 % interval")
 
 

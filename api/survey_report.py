@@ -16,7 +16,7 @@ from roundtable.core.identity.credentials import SiloIdentity, identity_of
 from roundtable.core.identity.signing import SUBMITTERS, Signed, envelope, job_digest, open_envelope
 from roundtable.core.paths import AnyPath
 from roundtable.core.toml import TomlDocument, validate
-from roundtable.core.toml_tables import Table, as_tuple
+from roundtable.core.toml_tables import Finite, Table, as_tuple
 from roundtable.surveys import SurveyAnswers, plain
 
 MOST_BYTES = 64 << 20
@@ -35,6 +35,15 @@ class _AnswerTable(Table):
     notes: _Texts
 
 
+class _PrivacyTable(Table):
+    level: str
+    relation: str
+    epsilon: Finite
+    delta: Finite
+    noise_multiplier: Finite
+    guarantee: bool
+
+
 class ReportTable(Table):
     """The statement of a report."""
 
@@ -46,14 +55,15 @@ class ReportTable(Table):
     rounds: int = Field(ge=0)
     masked: bool
     least_count: int = Field(ge=0)
-    privacy: dict[str, JsonValue] | None = None
+    privacy: _PrivacyTable | None = None
     answers: Annotated[tuple[_AnswerTable, ...], BeforeValidator(as_tuple)]
 
     @property
     def findings(self) -> SurveyAnswers:
         """The answers again."""
         answers = [Answer(**{name: getattr(each, name) for name in _KEPT}) for each in self.answers]
-        head = (self.silos, self.rounds, self.masked, self.least_count, self.privacy)
+        privacy = None if self.privacy is None else self.privacy.model_dump()
+        head = (self.silos, self.rounds, self.masked, self.least_count, privacy)
         return SurveyAnswers(self.name, answers, *head)
 
 

@@ -20,7 +20,8 @@ from roundtable.core.analyses.own_question import OwnTable
 from roundtable.core.analyses.question import Answer
 from roundtable.core.analyses.questions_table import AnyQuestion
 from roundtable.core.config import JobConfig, job_document
-from roundtable.core.errors import AggregationError, ConfigError, RoundtableError
+from roundtable.core.errors import AggregationError, ConfigError, RoundtableError, TaskError
+from roundtable.core.foreign_text import spreadsheet_cell
 from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.core.paths import AnyPath
 from roundtable.core.plugins.doors import described
@@ -143,15 +144,14 @@ class SurveyAnswers:
         }
 
     def to_csv(self, path: AnyPath) -> None:
-        """Every answer's table, one below the other: title, then its header, then its rows."""
+        """Every answer's table, one below the other: title, then its header, then its rows. Words that a
+        spreadsheet would take for a formula stand behind an apostrophe."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         for number, answer in enumerate(self.answers):
             writer.writerows([[]] if number else [])
-            writer.writerow([answer.title])
-            writer.writerows(
-                [answer.header, *answer.rows] if not answer.why else [["not answered", answer.why]]
-            )
+            table = [answer.header, *answer.rows] if not answer.why else [["not answered", answer.why]]
+            writer.writerows([spreadsheet_cell(value) for value in line] for line in ([answer.title], *table))
         Path(path).write_text(text.getvalue(), encoding="utf-8")
 
     def frame(self, question: int) -> Any:
@@ -283,7 +283,10 @@ def analyse(
             "the survey names no [silos] with their files: name them, or give --coordinator to ask its silos"
         )
     job = survey_job(survey, len(survey.silos))
-    result = simulate(job, progress=progress or False, folder=survey.folder)
+    try:
+        result = simulate(job, progress=progress or False, folder=survey.folder)
+    except TaskError as error:
+        raise TaskError(_with_names(str(error), survey)) from error
     if result.status != "finished":
         raise AggregationError(_with_names(f"{job.title}: {result.reason}", survey))
     return findings_of(job, result.model.vector, len(result.history), survey.folder, guarantee=False)

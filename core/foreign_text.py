@@ -13,6 +13,8 @@ from typing import Any
 
 LINE = 2_000
 """Characters of a line beyond which it is cut."""
+_FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""What begins a formula; the last four are the same characters in full width."""
 
 
 def printable(text: object, limit: int = LINE) -> str:
@@ -39,6 +41,22 @@ def json_text(value: Any, indent: int | None = None) -> str:
     if text.replace("\n", "").isprintable():
         return text
     return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)
+
+
+def spreadsheet_cell(value: Any) -> Any:
+    """A value for a CSV file: numbers as they are, text `printable`, and behind an apostrophe where a
+    spreadsheet would take it for a formula and run it (OWASP, CSV Injection)."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(_FORMULA) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _escaped(character: str) -> str:

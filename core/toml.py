@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from roundtable.core.errors import ConfigError
 
@@ -73,11 +74,10 @@ class TomlDocument:
 
     def line_of(self, path: tuple[str | int, ...]) -> int | None:
         """The line of the key at `path`, or of the nearest table around it; None if it is in no line."""
-        wanted = tuple(part for part in path if isinstance(part, str))
         best: tuple[int, int] | None = None
         for number, key in _keys(self.text):
             depth = len(key)
-            if wanted[:depth] == key and (best is None or depth > best[0]):
+            if path[:depth] == key and (best is None or depth > best[0]):
                 best = (depth, number)
         return best[1] if best else None
 
@@ -199,8 +199,8 @@ class _WrittenAt:
             tables = list(_tables_in(known.annotation)) if known else []
             if known and tables:
                 at.table, at.tag, at.members, at.chosen = tables[0], "", {}, ""
-                if isinstance(known.discriminator, str):
-                    at.tag = known.discriminator
+                if tag := known.discriminator or _tag_in(known.annotation):
+                    at.tag = str(tag)
                     at.members = {tag: table for table in tables for tag in _tags(table, at.tag)}
         return at
 
@@ -210,6 +210,15 @@ def _tags(table: type[BaseModel], key: str) -> tuple[str, ...]:
     return values
 
 
+def _tag_in(annotation: Any) -> str:
+    """The key that tells tables of a list or dict apart; "" where none does."""
+    for inner in get_args(annotation):
+        own = inner.discriminator if isinstance(inner, FieldInfo) else None
+        if found := own if isinstance(own, str) else _tag_in(inner):
+            return found
+    return ""
+
+
 def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
@@ -217,12 +226,22 @@ def _tables_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _tables_in(inner)
 
 
-def _keys(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(line, full dotted path) of every table header and key that stands on a line of its own."""
-    table: tuple[str, ...] = ()
+def _keys(text: str) -> Iterator[tuple[int, tuple[str | int, ...]]]:
+    """(line, full path) of every table header and key that stands on a line of its own; tables of a list are
+    numbered from 0."""
+    table: tuple[str | int, ...] = ()
+    last: dict[tuple[str | int, ...], int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
-            table = _parts(header[1])
+            table = ()
+            names = _parts(header[1])
+            for place, name in enumerate(names, start=1):
+                table = (*table, name)
+                if place == len(names) and line.lstrip().startswith("[["):
+                    last[table] = last.get(table, -1) + 1
+                    yield number, table
+                if table in last:
+                    table = (*table, last[table])
             yield number, table
         elif key := _KEY.match(line):
             yield number, table + _parts(key[1])

@@ -29,6 +29,7 @@ from roundtable.simulation.checkpoint import Checkpoint
 from roundtable.simulation.client_updates import ClientUpdates
 from roundtable.simulation.client_work import ClientWork, failure_event
 from roundtable.simulation.event_queue import AnswerDue, EventQueue, Leaves, PlacesOffered
+from roundtable.simulation.first_trial import nothing_done
 from roundtable.simulation.ledger import SimulatedLedger
 from roundtable.simulation.pacing import BufferedPacing, Pacing, SynchronousPacing
 from roundtable.simulation.world.central_test import CentralTest
@@ -261,7 +262,7 @@ class Driver:
         if failure := self._work.shared_failure():
             # To ask others, and these again, would show the same once for each of them.
             raise TaskError(
-                f"nothing was trained: the task fails at each of the {len(self._work.answers)} clients that "
+                f"{nothing_done(self.world.job)} fails at each of the {len(self._work.answers)} clients that "
                 f"were tried. {failure.client}: {failure.detail}\n{failure.trace}".rstrip()
             )
 

@@ -45,10 +45,14 @@ def first_oddities(world: World, partition: SeededPartition) -> list[Oddity]:
     assert first.error is not None
     said = oddities(first, world.job)[0].says
     where = f"each of the {len(tried)} clients that were tried" if len(tried) > 1 else first.client
-    raise TaskError(
-        f"nothing was trained: the task fails at {where}. {first.client}: {said}\n"
-        f"{foreign_trace(first.error)}".rstrip()
-    )
+    why = f"{first.client}: {said}\n{foreign_trace(first.error)}".rstrip()
+    raise TaskError(f"{nothing_done(world.job)} fails at {where}. {why}")
+
+
+def nothing_done(job: JobConfig) -> str:
+    """How a message begins that no client could do what the job is for; "fails at" follows."""
+    sums = job.algorithm.most_added() > 0
+    return "nothing was added up: the analysis" if sums else "nothing was trained: the task"
 
 
 def check_split(job: JobConfig, task: Task | ArrayTask) -> None:

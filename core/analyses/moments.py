@@ -99,6 +99,9 @@ class Describe(Question):
             after = 1.0 if (present >= self.least).any() else DONE
             return {"stage": after, "present": present, "missing": missing}
         many = np.maximum(public["present"], 1.0)
+        # Of values within the range, scaled to ± 1; about their mean they are within ± 2.
+        self.check_possible(sums["first"], stage * many)
+        self.check_possible(sums["second"] - 2 * many, 2 * many)
         if stage == 1:
             return {"stage": 2.0, "mean": self._middle + self._half * sums["first"] / many}
         return {"stage": DONE, "first": sums["first"], "second": sums["second"]}

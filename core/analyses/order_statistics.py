@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
 from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question
+from roundtable.core.errors import AggregationError
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
@@ -138,6 +139,11 @@ class Quantiles(Question):
         narrow = _NARROW * (self._high - self._low)
         for probe in np.flatnonzero(still):
             edges, counted = self._edges(low[probe], high[probe]), sums["bins"][probe]
+            if counted.sum() != inside[probe]:
+                raise AggregationError(
+                    f"{self.title}: {int(counted.sum())} rows are in bins that held {int(inside[probe])} in "
+                    "the round before: a silo sent something else than its counts"
+                )
             before = below[probe] + np.concatenate([[0.0], np.cumsum(counted)])
             place = int(np.searchsorted(before, wanted[probe], side="right")) - 1
             first, last = held_by(before, min(max(place, 0), BINS - 1), max(self.least, 1))

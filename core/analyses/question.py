@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from roundtable.core.analyses.exact_sums import Arrays, Digits, Doubles, Shape, Sums
-from roundtable.core.errors import ConfigError
+from roundtable.core.errors import AggregationError, ConfigError
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
@@ -169,6 +169,14 @@ class Question:
                         line[left[own[left].argmin()]] = HIDDEN
                         changed = True
         return hidden
+
+    def check_possible(self, sums: Doubles, most: Doubles) -> None:
+        """AggregationError for sums beyond ± `most`, which no rows have that are as the columns say."""
+        if (np.abs(sums) > most * (1 + 1e-9)).any():
+            raise AggregationError(
+                f"{self.title}: the round's sums are none that so many rows within the columns' ranges can "
+                "have: a silo sent something else than its sums"
+            )
 
     def number(self, name: str) -> ColumnTable:
         """The description of a column of numbers with a range. ConfigError for any other."""

@@ -10,6 +10,7 @@ import torch
 
 from roundtable.aggregation import rows_in_files
 from roundtable.aggregation.rows.row_passes import sharded_over
+from roundtable.core.analyses.exact_sums import largest_digit
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Encoding, StreamKey, get_encoding
 from roundtable.core.errors import AggregationError, SiteFailure, StorageError
@@ -68,7 +69,8 @@ class PlainRounds:
     def content_check(self, client: str, offer: UploadOffer) -> ContentCheck:
         encoding, step = get_encoding(offer.encoding).over(self._sent), offer.at.step
         if encoding.dense_dtype is not None:
-            return FiniteCheck(encoding.dense_dtype)
+            added = self._job.algorithm.most_added()
+            return FiniteCheck(encoding.dense_dtype, largest_digit(added) if added else None)
         key = StreamKey(self._seed, client, step.round, step.attempt)
         return EncodedCheck(encoding, self._columns, key)
 

@@ -71,12 +71,14 @@ class EncodedCheck:
 
 
 class FiniteCheck:
-    """Sees the bytes of a dense encoding in order; `first_bad` is the first element that is not finite.
+    """Sees the bytes of a dense encoding in order; `first_bad` is the first element that is not finite, or,
+    with a `largest` digit, no whole number from 0 to that: a silo's digits, which only add up if each is one.
 
     NumPy and not torch: one thread for each upload is enough, and torch would start more for each.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, largest: int | None = None) -> None:
+        self._largest = largest
         self._exponent = _EXPONENTS.get(dtype)
         self._stored = np.dtype("<f4") if self._exponent is None else np.dtype("<u2")
         self._rest = b""
@@ -90,13 +92,23 @@ class FiniteCheck:
         self._rest = bytes(data[count * self._stored.itemsize :])
         if count and self.first_bad is None:
             values = np.frombuffer(data, dtype=self._stored, count=count)
-            bad = self._bad_float32(values) if self._exponent is None else self._bad_half(values)
+            if self._exponent is not None:
+                bad = self._bad_half(values)
+            else:
+                bad = self._bad_float32(values) if self._largest is None else self._bad_digit(values)
             self.first_bad = None if bad is None else self._seen + bad
         self._seen += count
 
     def flaw(self, path: Path) -> str:
         bad = self.first_bad
-        return "" if bad is None else f"the update is not finite: element {bad} is NaN or infinite"
+        if bad is None:
+            return ""
+        if self._largest is not None:
+            return (
+                f"the sums are no digits: element {bad} is no whole number from 0 to {self._largest}, so "
+                "that they are no silo's answer to the analysis"
+            )
+        return f"the update is not finite: element {bad} is NaN or infinite"
 
     @staticmethod
     def _bad_float32(values: np.ndarray) -> int | None:
@@ -106,6 +118,11 @@ class FiniteCheck:
                 return None
         bad = np.flatnonzero(~np.isfinite(values))
         return int(bad[0]) if len(bad) else None
+
+    def _bad_digit(self, values: np.ndarray) -> int | None:
+        with np.errstate(invalid="ignore"):
+            right = (values >= 0) & (values <= self._largest) & (np.trunc(values) == values)
+        return None if right.all() else int(right.argmin())
 
     def _bad_half(self, bits: np.ndarray) -> int | None:
         bad = (bits & self._exponent) == self._exponent

@@ -65,6 +65,8 @@ class NoisyNewton(NoisyProducts):
     which mean."""
 
     ratios: ClassVar[str] = ""
+    rests_on: ClassVar[tuple[str, ...]] = ()
+    """What the errors count on that nothing released can show, for the reader."""
     clear: ClassVar[float] = 1.0
     """As for linear regression, how often the noise's spectral norm goes into the smallest eigenvalue."""
     curvature: ClassVar[float] = 1.0
@@ -222,6 +224,7 @@ class NoisyNewton(NoisyProducts):
         notes = [
             f"{max(0, round(n))} ± {Q95 * noise:.4g} rows; errors, intervals and p count the noise in",
             "no likelihood is told: it is a sum over rows without a bound",
+            *self.rests_on,
         ]
         return Answer(self.title, self.ask, HEADER, coefficient_rows(values), values, notes=notes)
 
@@ -273,6 +276,10 @@ class NoisyPoisson(NoisyNewton):
 
     ask: ClassVar[str] = "poisson"
     ratios: ClassVar[str] = "rate_ratios"
+    rests_on: ClassVar[tuple[str, ...]] = (
+        "errors are those of counts that vary as Poisson's do; no sum is released that tells whether these "
+        "vary more, and then the intervals are too short",
+    )
     # A weight's bound is above most weights, so noise is larger beside the Hessian, which bends more.
     clear: ClassVar[float] = 1.5
     curvature: ClassVar[float] = 2.0

@@ -162,7 +162,7 @@ class KaplanMeier(Question):
             values["log_rank"] = log_rank(events, at_risk)
             test = values["log_rank"]
             if test["chi2"] is None:
-                notes.append("no log-rank test: the groups are not at risk together")
+                notes.append("no log-rank test: no events, or the groups are not at risk together")
             else:
                 freedom = f"{test['df']} degrees of freedom, p {test['p']:.4g}"
                 notes.append(f"log-rank chi-square {test['chi2']:.6g}, {freedom}")
