@@ -30,9 +30,11 @@ _WHY = {
     6: "no events: everybody in these rows is censored",
     7: "the counts vary no more than Poisson's, so that alpha goes to 0: ask poisson",
     8: "fewer than three silos have rows enough to fit the model to their own",
+    9: "too many rows have the event in one interval for Efron's ties, which take as many steps: ask "
+    'ties = "breslow", or a finer grid (every)',
 }
 TOO_FEW, SINGULAR, SEPARATED, NO_LIMIT, SATURATED, NO_EVENTS, NO_SPREAD = 1, 2, 3, 4, 5, 6, 7
-FEW_SILOS = 8
+FEW_SILOS, MOST_TIES = 8, 9
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from roundtable.core.analyses.estimates import (
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
 from roundtable.core.analyses.question import (
     DONE,
+    MOST_TIES,
     NO_EVENTS,
     NO_LIMIT,
     SEPARATED,
@@ -56,6 +57,8 @@ from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
 _LAST_STEP, _RESIDUALS, _GONE = 61, 900, 1e-6
+_MOST_TIED = 200_000
+"""Events of an interval for which Efron's ties take seconds a step."""
 
 
 class Cox(NewtonFit):
@@ -291,6 +294,8 @@ class Cox(NewtonFit):
                 gone[number, : len(starts)] = np.add.reduceat(np.sum(group, axis=0), starts)
             if (used < 2).all() and not code:
                 code = TOO_FEW
+        if efron and kept.max(initial=0.0) > _MOST_TIED and not code:
+            code = MOST_TIES
         shown = {"rows": self.hide(kinds), "places": places, "ends": ends, "used": used}
         return {
             "stage": -float(code) if code else 1.0,

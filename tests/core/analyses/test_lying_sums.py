@@ -22,7 +22,11 @@ from roundtable.engine.analysis_job import analysis_job
 from roundtable.server.jobs.plain_rounds import PlainRounds
 
 SILOS = 3
-COLUMNS = {"age": {"least": 0, "most": 100}}
+COLUMNS = {
+    "age": {"least": 0, "most": 100},
+    "days": {"least": 0, "most": 100},
+    "ill": {"kind": "category", "values": ["no", "yes"]},
+}
 Lie = Callable[[dict[str, Doubles]], None]
 
 
@@ -84,6 +88,17 @@ def test_sums_that_no_rows_have_are_refused(question: dict[str, Any], round: int
     answered(table.survey, round, honest)
     with pytest.raises(AggregationError, match="a silo sent something else"):
         answered(table.survey, round, lie)
+
+
+def test_no_count_makes_the_coordinator_work_for_ever() -> None:
+    """Efron's ties take a step for each event of an interval: a silo could tell of 2^33."""
+    question = {"ask": "cox", "time": "days", "event": "ill", "every": 10, "on": ["age"]}
+    table = job_of(question).algorithm
+    assert isinstance(table, AnalysisTable)
+    (cox,) = table.survey.questions
+    counts = {name: np.full(shape, 2.0**33) for name, shape in cox.counts.items()}
+    found = cox.step({}, counts, 0)
+    assert "Efron" in cox.report({"stage": np.array([found["stage"]]), "blame": np.array([-1.0])}).why
 
 
 @pytest.mark.parametrize("lie", [-1.0, 0.5, largest_digit(SILOS) + 1.0, float("nan"), float("inf")])
