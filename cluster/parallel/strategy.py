@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -41,6 +42,8 @@ _BY_ENTRY = {
     torch.optim.Adagrad,
     torch.optim.Adadelta,
 }
+# Their steps do in place what torch's sharded tensors do not.
+_WHOLE_ALONE = {torch.optim.Adafactor, torch.optim.Rprop}
 # Those with kernels that take the step of many tensors at once.
 FUSED = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}
 
@@ -126,6 +129,44 @@ def cannot_offload(pp: int, checkpointing: str) -> str:
 def by_entry(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step treats each entry by itself; of torch's own classes only is that known."""
     return type(optimizer) in _BY_ENTRY
+
+
+def cannot_take_parts(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer cannot step on sharded weights; empty where it can, or its class is not torch's."""
+    if type(optimizer) not in _WHOLE_ALONE:
+        return ""
+    return f"torch's {type(optimizer).__name__} takes no step on sharded weights; use ddp or zero1"
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """With what an optimizer of one group is made anew: what the group holds, as its class names it."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    group = optimizer.param_groups[0]
+    return {key: value for key, value in group.items() if key in accepted and key != "params"}
+
+
+def cannot_share_out(optimizer: torch.optim.Optimizer) -> str:
+    """Why ZeRO-1, whose ranks make the optimizer anew, cannot share it out; empty where it can."""
+    count, kind = len(optimizer.param_groups), type(optimizer).__name__
+    if count != 1:
+        return (
+            f"ZeRO-1 takes an optimizer with one group of parameters, and the task's has {count}; set "
+            "[cluster.strategy] data_parallel to ddp, zero2 or zero3"
+        )
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return ""
+    try:
+        made = type(optimizer)(optimizer.param_groups[0]["params"], **group_options(optimizer))
+        plain = {key: value for key, value in vars(optimizer).items() if isinstance(value, (int, float, str))}
+        odd = [key for key, value in plain.items() if vars(made).get(key) != value]
+    except Exception as error:  # noqa: BLE001 - an optimizer of the task's own may raise anything
+        odd = [str(error)]
+    if not odd:
+        return ""
+    return (
+        f"ZeRO-1 makes the task's {kind} anew from what its group of parameters holds, which is not all that "
+        f"it was made with ({odd[0][:100]}); put all options into its defaults, or use ddp, zero2 or zero3"
+    )
 
 
 def take_kernels(optimizer: torch.optim.Optimizer) -> None:

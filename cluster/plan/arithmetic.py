@@ -20,8 +20,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typing_extensions import override
 
 from roundtable.cluster.parallel.forward_trace import fake_model, quietly
-from roundtable.cluster.parallel.strategy import by_entry, cannot_code_state, take_kernels
-from roundtable.core.errors import ConfigError
+from roundtable.cluster.parallel.strategy import (
+    by_entry,
+    cannot_code_state,
+    cannot_share_out,
+    cannot_take_parts,
+    take_kernels,
+)
+from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.task import Task
 
 _ATEN = torch.ops.aten
@@ -279,7 +285,7 @@ _KERNELS: dict[Any, Any] = {
 @dataclass(frozen=True)
 class OptimizerCost:
     """Bytes of state for each byte of parameters, a step's work, is it the task's own, is it `by_entry`, and
-    why its state cannot be in 8 bits.
+    why its state cannot be in 8 bits, shared out by ZeRO-1, or lie in parts.
 
     The work is the bytes that a step moves for each byte of gradients, and its calls for each parameter.
     """
@@ -289,21 +295,31 @@ class OptimizerCost:
     own: bool
     by_entry: bool
     cannot_code: str = ""
+    cannot_share: str = ""
+    cannot_part: str = ""
 
 
 def optimizer_cost(task: Task) -> OptimizerCost:
-    """What the task's optimizer costs, found on a small parameter.
+    """What the task's optimizer costs, found on small parameters.
 
     Plain SGD, which is the default, reads the gradient and reads and writes the parameter. Raises ConfigError
-    for an optimizer whose state is in tensors of a kind of its own.
+    for an optimizer whose state is in tensors of a kind of its own, TaskError for one that cannot be made or
+    takes no step by gradients alone.
     """
-    make: Callable[[Iterable[nn.Parameter]], Any] | None = getattr(task, "optimizer", None)
-    parameter = nn.Parameter(torch.zeros(4096))
-    optimizer = make([parameter]) if make is not None else None
+    optimizer = _on_small_parameters(task)
     if optimizer is None:
         return OptimizerCost(0.0, PassWork(moved=3.0, calls=1.0), own=False, by_entry=True)
+    cannot_share, cannot_part = cannot_share_out(optimizer), cannot_take_parts(optimizer)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameter = max(held, key=Tensor.numel)
     parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise TaskError(
+            f"the task's optimizer {type(optimizer).__name__} takes no step by the gradients that are there "
+            f"({type(error).__name__}: {error}); one that computes the loss again by a closure cannot be used"
+        ) from error
     states = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
     own = next((type(value) for value in states if type(value) not in (Tensor, nn.Parameter)), None)
     if own is not None:
@@ -325,4 +341,24 @@ def optimizer_cost(task: Task) -> OptimizerCost:
     cost = PassWork(moved=3.0 + 2.0 * factor, calls=1.0)
     if not fused:
         cost = PassWork(moved=(work.moved + work.carried) / size, calls=work.calls)
-    return OptimizerCost(factor, cost, True, by_entry(optimizer), cannot_code_state(optimizer))
+    reasons = cannot_code_state(optimizer), cannot_share, cannot_part
+    return OptimizerCost(factor, cost, True, by_entry(optimizer), *reasons)
+
+
+def _on_small_parameters(task: Task) -> torch.optim.Optimizer | None:
+    """The task's optimizer on a matrix and a vector, or on one of them: some take matrices alone."""
+    make: Callable[[Iterable[nn.Parameter]], Any] | None = getattr(task, "optimizer", None)
+    if make is None:
+        return None
+    failure: Exception | None = None
+    for shapes in (((64, 64), (64,)), ((64, 64),), ((64,),)):
+        parameters = [nn.Parameter(torch.zeros(each)) for each in shapes]
+        try:
+            made: torch.optim.Optimizer | None = make(parameters)
+        except Exception as error:  # noqa: BLE001 - a task's code may raise anything
+            failure = failure or error
+        else:
+            return made
+    raise TaskError(
+        f"{type(task).__name__}.optimizer() does not take parameters: {type(failure).__name__}: {failure}"
+    ) from failure

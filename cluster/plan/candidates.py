@@ -329,6 +329,15 @@ def _cannot_shard(probe: ModelProbe, kind: DataParallel, mesh: Mesh) -> str:
             "copy that is gathered for a moment, so that weights would part; leave out max_norm, or let the "
             "forward pass use a changed copy"
         )
+    if kind == "zero1" and probe.cannot_share:
+        return probe.cannot_share
+    if probe.cannot_part and (kind in _SHARDED or mesh.tp > 1):
+        return f"{kind if kind in _SHARDED else 'tp'}: {probe.cannot_part}"
+    if mesh.tp > 1 and probe.tensor_parallel.packed and not probe.by_entry:
+        return (
+            f"tp: {next(iter(probe.tensor_parallel.packed))} holds several parts, each of which would be a "
+            "parameter by itself, and the task's optimizer is none of torch's that treat each entry by itself"
+        )
     if probe.trace.outside and (kind in _SHARDED or mesh.tp > 1):
         name, place = next(iter(probe.trace.outside.items()))
         return (

@@ -56,8 +56,9 @@ class ModelProbe:
     autocast, and `half` the pass of a model in bfloat16 itself, as gathered shards are. `gloo`:
     collectives are gloo's, which work on copies. `work` is of one example, `optimizer` of a step for each
     byte of gradients, and each parameter; `own_optimizer`: the task makes it, not the job; `by_entry`: it
-    treats each entry by itself; `cannot_code` is why its state cannot be in 8 bits. `streamed`: the
-    training data are a stream; `whole_loss`: a batch's loss is not the mean of its examples'. `varies` names
+    treats each entry by itself; `cannot_code` is why its state cannot be in 8 bits, `cannot_share` why it is
+    not for ZeRO-1, `cannot_part` why it is not for sharded weights. `streamed`: the training data are a
+    stream; `whole_loss`: a batch's loss is not the mean of its examples'. `varies` names
     a module that not every pass calls, empty where all do. `crowding` is how many times its share of the
     tokens an expert may get, by its layer's name. `known` has sums that were asked for before.
     """
@@ -78,6 +79,8 @@ class ModelProbe:
     own_optimizer: bool = True
     by_entry: bool = True
     cannot_code: str = ""
+    cannot_share: str = ""
+    cannot_part: str = ""
     streamed: bool = False
     whole_loss: bool = False
     varies: str = ""

@@ -119,6 +119,8 @@ def probe_model(
         own_optimizer=cost.own,
         by_entry=cost.by_entry,
         cannot_code=cost.cannot_code,
+        cannot_share=cost.cannot_share,
+        cannot_part=cost.cannot_part,
         crowding={
             f"{name}.experts": module.crowding
             for name, module in model.named_modules()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ from roundtable.cluster.parallel.strategy import (
     by_entry,
     cannot_code_state,
     cannot_offload_state,
+    cannot_share_out,
+    group_options,
     take_kernels,
 )
 from roundtable.cluster.stepping.coded_state import code_state, open_state
@@ -50,7 +51,7 @@ def make_optimizer(
     if strategy.optimizer_bits == 8 and (reason := cannot_code_state(own)):
         raise ConfigError(f"optimizer_bits = 8: {reason}")
     if strategy.data_parallel == "zero1":
-        return _zero(own, parameters, meshes, strategy)
+        return _zero(own, meshes, strategy)
     if by_entry(own):
         localise(own)
         take_kernels(own)
@@ -121,20 +122,15 @@ def _place_state(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
         code_state(optimizer)
 
 
-def _zero(
-    own: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], meshes: Meshes, strategy: Strategy
-) -> torch.optim.Optimizer:
-    if len(own.param_groups) != 1:
-        raise ConfigError(
-            "ZeRO-1 takes an optimizer with one group of parameters, and the task's has "
-            f"{len(own.param_groups)}; set [cluster.strategy] data_parallel to ddp, zero2 or zero3"
-        )
+def _zero(own: torch.optim.Optimizer, meshes: Meshes, strategy: Strategy) -> torch.optim.Optimizer:
+    if reason := cannot_share_out(own):
+        raise ConfigError(reason)
     group = meshes.one("dp").get_group()
     take_kernels(own)
-    accepted = inspect.signature(type(own)).parameters
-    options = {key: value for key, value in own.defaults.items() if key in accepted}
-    options.update({key: own.param_groups[0][key] for key in ("fused", "foreach") if key in accepted})
-    made = ZeroRedundancyOptimizer(parameters, type(own), process_group=group, **options)
+    # Of what the task gave its group: it may leave parameters out, and set other options than the defaults.
+    held = own.param_groups[0]["params"]
+    options = group_options(own)
+    made = ZeroRedundancyOptimizer(held, type(own), process_group=group, **options)
     _place_state(made.optim, strategy)
     for one in made.param_groups:
         one["initial_lr"] = one["lr"]

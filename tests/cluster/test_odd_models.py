@@ -14,6 +14,7 @@ from cluster_plans import plan
 from odd_models import (
     Clamped,
     Furnished,
+    Lamb,
     Late,
     LeftOut,
     Odd,
@@ -21,12 +22,15 @@ from odd_models import (
     Rows,
     RunningMean,
     Speaker,
+    Stepped,
     Words,
     active,
+    by_length,
     by_torch,
     drawn_by_host,
     instance_norm,
     job,
+    matrices_alone,
     normed_weight,
     repeated,
     resting,
@@ -42,6 +46,7 @@ from roundtable.cluster.choice.planner import make_plan
 from roundtable.cluster.parallel.forward_trace import fake_model, trace
 from roundtable.cluster.parallel.split_check import is_whole_loss
 from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.plan.arithmetic import optimizer_cost
 from roundtable.cluster.plan.links import Links
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.model_probe import probe_model
@@ -153,6 +158,9 @@ def test_ranks_have_one_process_s_weights_and_each_other_s() -> None:
         (resting, shards),
         (repeated, replace(shards, checkpointing="sqrt")),
         (normed_weight, replace(shards, checkpointing="selective")),
+        (Stepped(repeated, matrices_alone), plan("zero1", 4, dp=2)),
+        (Stepped(repeated, by_length), shards),
+        (Stepped(repeated, by_length), plan("zero1", 4, dp=2)),
     ]
     kinds = ("none", "every", "sqrt", "selective")
     drawn = [(drawn_by_host, replace(ddp, checkpointing=kind)) for kind in kinds]
@@ -185,6 +193,46 @@ def test_a_loss_of_the_whole_batch_is_a_micro_batch_s_where_that_is_chosen() -> 
 def test_a_table_that_other_code_reads_is_not_split() -> None:
     styles = looked_over(Words(Speaker, padded)).tensor_parallel.styles
     assert set(styles.values()) == {"column", "row"}
+
+
+def attention() -> nn.Module:
+    layer = partial(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True, dropout=0.0)
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 4)), nn.Linear(4, 8), layer(), layer(), nn.Flatten(), nn.Linear(24, 4)
+    )
+
+
+def in_two(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}])
+
+
+STEPS: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
+    (in_two, {"data_parallel": "zero1"}, "one group of parameters, and the task's has 2"),
+    (
+        partial(Lamb, lr=0.1, hidden=2.0),
+        {"data_parallel": "zero1"},
+        r"not all that it was made with \(hidden\)",
+    ),
+    (by_length, {"tp": 2}, "holds several parts, each of which would be a parameter"),
+    (torch.optim.Adafactor, {"data_parallel": "zero3"}, "Adafactor takes no step on sharded weights"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "strategy", "said"), STEPS)
+def test_an_optimizer_that_would_step_otherwise_is_refused(
+    optimizer: Callable[[Any], Any], strategy: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        planned(Stepped(attention, optimizer), **strategy)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_a_sentence() -> None:
+    with pytest.raises(TaskError, match=r"LBFGS takes no step by the gradients that are there.*closure"):
+        optimizer_cost(Stepped(perceptron, torch.optim.LBFGS))
+    with pytest.raises(TaskError, match=r"Stepped.optimizer\(\) does not take parameters: TypeError"):
+        optimizer_cost(Stepped(perceptron, lambda parameters: torch.optim.SGD(parameters, rate=1.0)))
+    assert optimizer_cost(Stepped(perceptron, torch.optim.Muon)).factor == 1.0
+    assert optimizer_cost(Stepped(perceptron, matrices_alone)).factor == 2.0
 
 
 class OwnGenerator(nn.Module):

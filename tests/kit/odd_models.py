@@ -189,6 +189,43 @@ class Odd(Table):
         return F.cross_entropy(model(batch[0]), batch[1])
 
 
+class Stepped(Odd):
+    """With an optimizer of its own."""
+
+    def __init__(self, make: Any, optimizer: Any) -> None:
+        super().__init__(make)
+        self._optimizer = optimizer
+
+    def optimizer(self, parameters: Any) -> Any:
+        return self._optimizer(list(parameters))
+
+
+class Lamb(torch.optim.Optimizer):
+    """Steps as long as a parameter is, whatever its gradient's norm; it refuses a wrong `sign`."""
+
+    def __init__(self, parameters: Any, lr: float, *, sign: float = -1.0, hidden: float = 1.0) -> None:
+        super().__init__(parameters, {"lr": lr, "sign": sign})
+        self.hidden = hidden
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    length = each.norm() / (each.grad.norm() + 1e-6) * self.hidden
+                    each.add_(each.grad * length, alpha=group["sign"] * group["lr"])
+
+
+def by_length(parameters: Any) -> torch.optim.Optimizer:
+    return Lamb(parameters, 0.05)
+
+
+def matrices_alone(parameters: Any) -> torch.optim.Optimizer:
+    """Another rate than the defaults', and no vectors."""
+    group = {"params": [each for each in parameters if each.dim() > 1], "lr": 0.004}
+    return torch.optim.AdamW([group], lr=0.1)
+
+
 class Words(Odd):
     """With whole numbers as inputs."""
 
@@ -256,7 +293,7 @@ def trained(rank: int, cases: list[tuple[Any, Strategy]]) -> list[tuple[dict[str
     """Each task's weights on this rank after a round, and the largest difference from one process's."""
     found = []
     for make, strategy in cases:
-        task = Odd(make)
+        task = make if isinstance(make, Odd) else Odd(make)
         model = initial_state(task, 3)
         assert isinstance(model, nn.Module)
         layout = Layout.of(model)
