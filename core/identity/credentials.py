@@ -49,8 +49,9 @@ CA_DAYS = 3650
 ISSUING_DAYS = 730
 NODE_DAYS = 365
 ISSUING = "the issuing certificate"
-REMEMBERED = 32_768
-"""Certificates of which a process remembers who has signed them: the silos of its largest federation."""
+REMEMBERED, SHORT = 32_768, 4096
+"""Certificates of which a process remembers who has signed them, the silos of its largest federation; and
+bytes of the longest: PEM may have any text around it, with which one silo could fill gigabytes."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -274,8 +275,7 @@ def load_silo_identity(folder: Path) -> SiloIdentity:
             "issue the credentials anew with `roundtable ca issue`"
         )
     pem = x.read(folder / IDENTITY_CERTIFICATE)
-    role = identity_of(pem)[1]
-    _, public = verify_identity(pem, x.read(folder / CA_CERTIFICATE), role=role)
+    _, public = verify_identity(pem, x.read(folder / CA_CERTIFICATE), role=identity_of(pem)[1])
     key = x.load_key(path)
     if not isinstance(key, ed25519.Ed25519PrivateKey) or key.public_key().public_bytes_raw() != public:
         raise IdentityError(
@@ -294,7 +294,7 @@ def verify_identity(
     force; with `from_root` the root itself must have issued it.
     """
     source, now = "the identity certificate", now or datetime.now(UTC)
-    found = _vouched(pem, ca)
+    found = (_vouched if len(pem) <= SHORT else _vouched.__wrapped__)(pem, ca)
     name = found.name
     if found.depth is None:
         raise IdentityError(f"{source} of {name!r} was not issued by the authority of {CA_CERTIFICATE}")

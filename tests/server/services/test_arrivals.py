@@ -207,7 +207,7 @@ async def test_who_comes_twice_in_one_transaction_is_stored_as_it_came_last(coor
 def test_certificates_of_the_same_bytes_are_followed_to_the_root_once(
     certificates: Path, comers: list[Comer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And their time is judged each time."""
+    """And their time is judged each time; what is longer than certificates are is not remembered."""
     followed = []
     follow = credentials._depth
     monkeypatch.setattr(credentials, "_depth", lambda *of: followed.append(of) or follow(*of))
@@ -217,6 +217,9 @@ def test_certificates_of_the_same_bytes_are_followed_to_the_root_once(
     for _ in range(3):
         assert credentials.verify_identity(bytes(bytearray(shown)), authority)[0] == comer.name
     assert len(followed) == 1
+    padded = shown + b"\n" * credentials.SHORT
+    assert credentials.verify_identity(padded, authority)[0] == comer.name
+    assert (len(followed), credentials._vouched.cache_info().currsize) == (2, 1)
     late = credentials.datetime.now(credentials.UTC).replace(year=9000)
     with pytest.raises(credentials.IdentityError, match="expired on"):
         credentials.verify_identity(shown, authority, now=late)
