@@ -27,7 +27,6 @@ _CHECK_EVERY = 16
 class Optimizer(Protocol):
     """What moves the weights."""
 
-    def zero_grad(self) -> None: ...
     def step(self) -> Any: ...
 
 
@@ -63,7 +62,7 @@ class TrainingLoop:
     def fit(self, batches: Iterator[Batch], correct: Correction | None, watch: Watch | None = None) -> None:
         """Takes one optimizer step for each batch. Raises InvalidUpdate for a loss that is not finite."""
         for batch in batches:
-            self.optimizer.zero_grad()
+            self._forget()
             loss = self._gradient(batch) if self._own is None else self._own_gradient(self._own, batch)
             if correct is not None:
                 correct()
@@ -76,7 +75,7 @@ class TrainingLoop:
             self.steps += 1
             self._losses.add(loss.detach(), batch, watch)
         self._losses.look(watch)
-        self.optimizer.zero_grad()
+        self._forget()
         if self._own is not None:
             self._rules.ends_held(self._own.ended())
 
@@ -93,6 +92,12 @@ class TrainingLoop:
         """The data set's size; for a stream what was seen of it."""
         known = count_examples(data)
         return self._losses.seen if known is None else known
+
+    def _forget(self) -> None:
+        """Takes all gradients away: those of parameters that a task's optimizer leaves out would add up, and
+        clipping counts them."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _gradient(self, batch: Batch) -> Tensor:
         if self._micro_batch is not None:

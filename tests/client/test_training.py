@@ -437,6 +437,26 @@ def test_the_tasks_own_optimizer_is_used_and_decays() -> None:
     assert update.delta.abs().max().item() == pytest.approx(0.005, rel=1e-3)
 
 
+def test_gradients_of_parameters_that_the_optimizer_leaves_out_do_not_add_up() -> None:
+    """They count when gradients are clipped, each step's own."""
+
+    class Last(Linear):
+        def optimizer(self, parameters):  # type: ignore[no-untyped-def]
+            return torch.optim.SGD(list(parameters)[2:], lr=0.1)
+
+    task, data = Last(), toy_data(12)
+    model, layout, vector = setting(task)
+    job = job_of(steps=3, batch_size=12, max_gradient_norm=0.05)
+    update = train(task, model, data, LocalWork(job, layout, vector, 1, "a"))
+    layout.load(model, vector)
+    for _ in range(3):
+        model.zero_grad()
+        task.loss(model, data).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        torch.optim.SGD(list(model.parameters())[2:], lr=0.1).step()
+    assert torch.allclose(update.delta, layout.flatten(model) - vector, atol=1e-7)
+
+
 class Mean(ArrayTask):
     """The weighted mean of the data: one step to the optimum."""
 
