@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 TASK = "analysis"
 
 
-def offering(operator: OperatorClient, task: str = TASK) -> int:
-    """How many silos of the coordinator answer analyses, by this task. ConfigError where none does."""
+def offering(operator: OperatorClient, task: str = TASK) -> list[str]:
+    """The silos of the coordinator that answer analyses, by this task. ConfigError where none does."""
     plain = Path(task.partition(":")[0]).stem
-    silos = sum(task in client.tasks or plain in client.tasks for client in operator.clients())
+    silos = [client.name for client in operator.clients() if task in client.tasks or plain in client.tasks]
     if not silos:
         reference = task if task == TASK else "FILE.py:CLASS"
         kind = "analyses" if task == TASK else repr(plain)
@@ -76,7 +76,7 @@ def standardised_by_silos(
     """
     if job.standardise is None or job.standardise.complete:
         return job
-    analysis = standardise_job(job, offering(operator))
+    analysis = standardise_job(job, len(offering(operator)))
     began = begin(operator, analysis, None if request is None else f"{request}.standardise")
     told(f"analysis {began.id} begins")
     for update in operator.watch(began.id, 1):

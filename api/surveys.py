@@ -88,6 +88,11 @@ class SurveyFile(Table):
         """Whether its sums are masked."""
         return self.privacy is None if self.secure_aggregation is None else self.secure_aggregation
 
+    @property
+    def goes_by_silos(self) -> bool:
+        """Whether a question has to know which silos take part."""
+        return any(question.goes_by_silos for question in self.questions)
+
     def asked(self) -> dict[str, Any]:
         """What is asked: the keys of the job's [algorithm]."""
         asked = self.model_dump(mode="json", include={"table", "columns", "questions", "least_count"})
@@ -238,14 +243,17 @@ def _local_table(survey: SurveyFile, value: str | DataTableTable, folder: Path) 
     return table.model_copy(update={"file": str(folder / Path(table.file).expanduser())})
 
 
-def survey_job(survey: SurveyFile, silos: int) -> JobConfig:
-    """The job that answers a survey over so many silos. ConfigError for a question that cannot be asked."""
+def survey_job(survey: SurveyFile, silos: int, names: Sequence[str] = ()) -> JobConfig:
+    """The job that answers a survey over so many silos; `names` are those of a coordinator's silos that
+    answer analyses. ConfigError for a question that cannot be asked."""
     if survey.masked and silos < MINIMUM_COHORT:
         raise ConfigError(
             f"secure_aggregation takes at least {MINIMUM_COHORT} silos, or a sum hides nobody's; there are "
             f"{silos}: set secure_aggregation = false if each silo's sums may be seen"
         )
     asked = survey.asked()
+    if survey.goes_by_silos:
+        asked["silos"] = _named(survey, silos, names)
     tables = [
         each.model_dump(mode="json", exclude_none=True)
         for each in survey.silos.values()
@@ -261,6 +269,22 @@ def survey_job(survey: SurveyFile, silos: int) -> JobConfig:
         task=survey.task,
         privacy=None if noisy is None else noisy.model_dump(exclude={"noise"}),
     )
+
+
+def _named(survey: SurveyFile, silos: int, names: Sequence[str]) -> dict[str, str]:
+    """Each silo's name in answers by the name that it takes part with. ConfigError where some are left out,
+    nobody knows which."""
+    from roundtable.engine.population import NumberedNames
+
+    if survey.silos:
+        return dict(zip(NumberedNames(len(survey.silos)), survey.silos, strict=True))
+    if names and len(names) != silos:
+        raise ConfigError(
+            f"cohort = {silos} leaves out some of {len(names)} silos, nobody knows which, and a question of "
+            "the survey goes by silos: leave cohort out",
+            key=("cohort",),
+        )
+    return {name: name for name in names}
 
 
 def analyse(

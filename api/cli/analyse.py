@@ -168,8 +168,9 @@ def _by_silos(
 
     if report is not None:
         _signer(operator)
-    silos = survey.cohort or offering(operator, survey.task.name)
-    analysis = survey_job(survey.model_copy(update={"silos": {}}), silos)
+    names = offering(operator, survey.task.name) if survey.goes_by_silos or not survey.cohort else []
+    silos = survey.cohort or len(names)
+    analysis = survey_job(survey.model_copy(update={"silos": {}}), silos, names)
     with interruptible("Nothing was started; the same command begins anew."):
         submitted = begin(operator, analysis, folder=survey.folder)
     say(f"Submitted analysis {submitted.id} ({submitted.name}) to {silos} silos.", err=quiet)

@@ -6,7 +6,7 @@ silo's sums. The model is a single value that nobody moves: what an analysis has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from math import prod
 from typing import Annotated, Any, ClassVar
@@ -29,18 +29,19 @@ from roundtable.core.algorithms.contract import (
     ServerRound,
 )
 from roundtable.core.algorithms.table import AlgorithmTable
-from roundtable.core.analyses.exact_sums import MOST_SILOS, Sums
+from roundtable.core.analyses.exact_sums import MOST_SILOS, Singles, Sums
 from roundtable.core.analyses.question import Answer
 from roundtable.core.analyses.questions_table import AnyQuestion
 from roundtable.core.analyses.survey import Survey
-from roundtable.core.errors import AggregationError, PrivacyError, ProtocolError, TaskError
+from roundtable.core.errors import AggregationError, ConfigError, PrivacyError, ProtocolError, TaskError
 from roundtable.core.tables.table_description import Columns
 from roundtable.core.tables.table_reading import DataTable
 from roundtable.core.toml_tables import Finite, Name, as_tuple
 
 LEAST_COUNT = 5
 OPEN = "open_questions"
-_SUMS, _PUBLIC, _SEEN, _KEPT = "sums", "public", "seen", "kept"
+SUMS = "sums"
+_PUBLIC, _SEEN, _KEPT = "public", "seen", "kept"
 
 
 class AnalysisTable(AlgorithmTable):
@@ -62,6 +63,11 @@ class AnalysisTable(AlgorithmTable):
         le=MOST_SILOS,
         description="of the cohort: the fewer, the longer digits may be, and the fewer values a sum takes; "
         "`roundtable analyse` sets it",
+    )
+    silos: dict[Name, Name] = Field(
+        default_factory=dict,
+        description="every silo that takes part, by the name that it has there, with that in answers, where "
+        "a question goes by silos; `roundtable analyse` sets it",
     )
     noise_multiplier: Finite | None = Field(
         None,
@@ -99,11 +105,32 @@ class AnalysisTable(AlgorithmTable):
                 )
         return ""
 
+    @override
+    def why_in_the_clear(self) -> str:
+        return next(filter(None, (each.why_in_the_clear() for each in self.survey.questions)), "")
+
+    @override
+    def named_clients(self) -> Collection[str]:
+        return self.silos
+
+    @override
+    def others_digits(self, client: str) -> Singles | None:
+        return self.survey.others_digits(self.number_of(client)) if self.silos else None
+
+    def number_of(self, client: str) -> int:
+        """The number of a silo among those that are named; −1 for another one."""
+        return list(self.silos).index(client) if client in self.silos else -1
+
     @property
     def survey(self) -> Survey:
         """The questions. ConfigError for one that the columns do not allow, or privacy."""
         return Survey.of(
-            self.columns, self.questions, self.least_count, self.noise_multiplier, self.most_silos
+            self.columns,
+            self.questions,
+            self.least_count,
+            self.noise_multiplier,
+            self.most_silos,
+            tuple(self.silos.values()),
         )
 
 
@@ -136,7 +163,7 @@ class Analysis(ClientAlgorithm):
     def places(self) -> tuple[AlgorithmPlace, ...]:  # type: ignore[override]
         return (
             AlgorithmPlace(
-                _SUMS,
+                SUMS,
                 (self.survey.sum_places.size,),
                 clipping="joint",
                 noise="joint",
@@ -144,6 +171,15 @@ class Analysis(ClientAlgorithm):
             ),
             AlgorithmPlace(_PUBLIC, (self.survey.public_places.size,), sent=False),
         )
+
+    @override
+    def check_clients(self, names: Collection[str]) -> None:
+        if unknown := [name for name in self.of.silos if name not in names]:
+            raise ConfigError(
+                f"algorithm.silos: {unknown[0]!r} is none of the silos that there are; `roundtable analyse` "
+                "names those that answer analyses",
+                key=("algorithm", "silos"),
+            )
 
     @override
     def server(self) -> ServerAlgorithm:
@@ -166,7 +202,10 @@ class Analysis(ClientAlgorithm):
         if not first:
             _check_seen(round.kept.get(_SEEN), seen)
         _check_finite(public)
-        sums = survey.sums(table, public, getattr(data, "code", None))
+        number = self.of.number_of(round.context.site)
+        if self.of.silos and number < 0:
+            raise TaskError("this silo is none of those that the analysis names: ask all that are there anew")
+        sums = survey.sums(table, public, getattr(data, "code", None), number)
         if round.alone:
             _check_cells(sums, survey, self.of.least_count)
         if len(table) < self.of.least_count:
@@ -177,7 +216,7 @@ class Analysis(ClientAlgorithm):
             _check_left_out(name, data.left_out(name, survey.needed, table), self.of.least_count)
             round.compare(name, table, self.of.least_count)
         digits = survey.sum_places.encode(sums)
-        return Sent(torch.zeros_like(round.vector), {_SUMS: digits}, {_SEEN: seen})
+        return Sent(torch.zeros_like(round.vector), {SUMS: digits}, {_SEEN: seen})
 
     def _released(self, round: ClientRound, data: Any, public: Mapping[str, Any]) -> Sent:
         """The sums of this round with their noise, whatever the rows are: each refusal by rows would tell of
@@ -198,7 +237,7 @@ class Analysis(ClientAlgorithm):
         noised = round.noised(np.concatenate([exact[name].ravel() for name in names]), about)
         ends = np.cumsum([prod(places.reals[name]) for name in names])[:-1]
         released = dict(zip(names, np.split(noised, ends), strict=True))
-        return Sent(torch.zeros_like(round.vector), {_SUMS: places.encode(released)}, {_SEEN: torch.ones(1)})
+        return Sent(torch.zeros_like(round.vector), {SUMS: places.encode(released)}, {_SEEN: torch.ones(1)})
 
 
 class AnalysisServer(ServerAlgorithm):
@@ -222,13 +261,13 @@ class AnalysisServer(ServerAlgorithm):
                 f"{silos} silos are in the sums of round {round.number}, and {began} began the analysis: "
                 "what follows would be of other people; start a new one with those that are left"
             )
-        sums = survey.sum_places.decode(round.up[_SUMS], silos)
+        sums = survey.sum_places.decode(round.up[SUMS], silos)
         kept = survey.kept_places
         held = kept.unpack(round.state[_KEPT]) if kept.size else {}
         after = survey.step({**public, **held, "silos": np.array([float(silos)])}, sums)
         return Moved(
             round.model,
-            {_SUMS: torch.zeros_like(round.up[_SUMS]), _PUBLIC: survey.public_places.pack(after)},
+            {SUMS: torch.zeros_like(round.up[SUMS]), _PUBLIC: survey.public_places.pack(after)},
             {_KEPT: kept.pack(after)} if kept.size else {},
             told={OPEN: (float(survey.open(after)), 1)},
         )

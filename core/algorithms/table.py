@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar, Literal, Self
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from roundtable.core.toml_tables import Finite, Table
@@ -123,6 +125,19 @@ class AlgorithmTable(Table):
     def why_masked(self) -> str:
         """Why a client's own update may not be seen, and what to set; empty where it may."""
         return ""
+
+    def why_in_the_clear(self) -> str:
+        """Why a sum over clients alone does not do, and what to set; empty where it does."""
+        return ""
+
+    def named_clients(self) -> Collection[str]:
+        """The clients by whose names it goes, which are then those of every round; none where any do."""
+        return ()
+
+    def others_digits(self, client: str) -> npt.NDArray[np.float32] | None:
+        """What stands in a client's digits where places are those of others, NaN in its own; None where all
+        are everybody's."""
+        return None
 
     @property
     def scheduled(self) -> bool:

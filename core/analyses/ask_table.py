@@ -36,6 +36,11 @@ class AskTable(Table):
         description="under [privacy]: how much of the budget it gets, beside the others' weights",
     )
 
+    @property
+    def goes_by_silos(self) -> bool:
+        """Whether silos' sums have places of their own, so that it has to be known which silos take part."""
+        return False
+
     def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
         """The question under differential privacy. ConfigError for one that has none."""
         kind = getattr(self, "ask", "")

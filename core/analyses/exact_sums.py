@@ -156,6 +156,20 @@ class SumPlaces:
                 self._write_wholes(name, values, own)
         return torch.from_numpy(out)
 
+    def others_digits(self, own: Mapping[str, int]) -> Singles:
+        """The digits of 0 where a sum's places are others', NaN elsewhere, float32 [size]: `own` says of sums
+        whose first axis is of silos which place there is free, −1 for none."""
+        out, start = np.array(self.encode({}).numpy()), 0
+        for name, planes, cells in self._places:
+            digits = out[start : start + planes * cells].reshape(planes, cells)
+            start += digits.size
+            if name not in own:
+                digits[:] = np.nan
+            elif own[name] >= 0:
+                each = cells // {**self.counts, **self.reals, **self.wholes}[name][0]
+                digits[:, own[name] * each : (own[name] + 1) * each] = np.nan
+        return out
+
     def _write_nothing(self, name: str, out: Singles) -> None:
         digits = self.digits
         out[:] = 0.0

@@ -68,6 +68,8 @@ class Question:
     tells_of_silos: ClassVar[bool] = False
     """Whether sums over few silos tell of each one's own figures, so that a silo's policy has to name it."""
     small_cells: bool = False
+    shows_silos: bool = False
+    """Whether its answer shows single silos' own figures, which a silo's policy has to allow."""
     digits: Digits = Digits()
     """How its sums are cut, as the survey says."""
 
@@ -121,6 +123,23 @@ class Question:
         """The most rounds that it takes."""
         return self.most_rounds
 
+    def divide(self, silos: Sequence[str]) -> None:
+        """Hears the names of the silos, in the order of their numbers; none where nobody has given them.
+        ConfigError where it needs them, or others."""
+
+    def why_in_the_clear(self) -> str:
+        """Why it has to be seen which silo sent which sums; empty where their total does."""
+        return ""
+
+    def own_places(self, silo: int) -> Mapping[str, int]:
+        """Of sums whose first axis is of silos, or groups of them: which place there is this silo's, or −1
+        for a silo that has none. Its digits in the other places are those of 0."""
+        return {}
+
+    def sums_of(self, table: DataTable, public: Arrays, stage: int, silo: int) -> Sums:
+        """The sums of the silo with this number."""
+        return self.sums(table, public, stage)
+
     def run_by(self, code: Any) -> Question:
         """The same for code of one's own, which a question that is not built in needs."""
         return self
@@ -172,12 +191,12 @@ class Question:
                         changed = True
         return hidden
 
-    def check_possible(self, sums: Doubles, most: Doubles) -> None:
+    def check_possible(self, sums: Doubles, most: Doubles, who: str = "a silo") -> None:
         """AggregationError for sums beyond ± `most`, which no rows have that are as the columns say."""
         if (np.abs(sums) > most * (1 + 1e-9)).any():
             raise AggregationError(
                 f"{self.title}: the round's sums are none that so many rows within the columns' ranges can "
-                "have: a silo sent something else than its sums"
+                f"have: {who} sent something else than its sums"
             )
 
     def number(self, name: str) -> ColumnTable:

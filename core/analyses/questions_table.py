@@ -7,10 +7,12 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import override
 
+from roundtable.core.analyses.apart.median_of_means import RobustDescribe
 from roundtable.core.analyses.ask_table import AskTable, Described, Names, different
 from roundtable.core.analyses.boosted_trees.trees_table import BoostedTreesTable
 from roundtable.core.analyses.correlations import Correlation
 from roundtable.core.analyses.counted_cells import ColumnHistogram, Contingency
+from roundtable.core.analyses.exact_sums import MOST_SILOS
 from roundtable.core.analyses.moments import Anova, Describe, TTest
 from roundtable.core.analyses.noisy.noisy_cells import NoisyContingency, NoisyHistogram
 from roundtable.core.analyses.noisy.noisy_moments import NoisyDescribe, NoisyTTest
@@ -41,6 +43,7 @@ from roundtable.core.analyses.value_tables import (
     MannWhitneyTable,
     TopValuesTable,
 )
+from roundtable.core.errors import ConfigError
 from roundtable.core.tables.table_description import ColumnName
 from roundtable.core.toml_tables import Finite, as_tuple
 
@@ -57,18 +60,62 @@ class DescribeTable(AskTable):
     ask: Literal["describe"] = Field(description="this kind of question")
     columns: Names = Field(description="columns of numbers")
     by: ColumnName | None = Field(None, description="a category: one answer for each of its values")
+    pooling: Literal["sum", "median_of_means"] = Field(
+        "sum",
+        description="sum: exact, of all rows; median_of_means: silos that lie move it little; without masks",
+    )
+    liars: int = Field(
+        1,
+        ge=1,
+        le=511,
+        description="of median_of_means: most silos whose sums may not be those of their rows",
+    )
+    groups: int | None = Field(
+        None,
+        ge=3,
+        le=MOST_SILOS,
+        description="of median_of_means: groups of silos, 2 · liars + 1 at least, the default",
+    )
+    seed: int = Field(0, ge=0, le=2**53, description="of median_of_means: draws who is in which group")
 
     @model_validator(mode="after")
     def _once(self) -> DescribeTable:
         different(self.columns, "columns")
         return self
 
+    @model_validator(mode="after")
+    def _outvoted(self) -> DescribeTable:
+        if self.pooling == "sum":
+            for key in ("liars", "groups", "seed"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f'{key} is of pooling = "median_of_means", and would be ignored')
+        elif self.groups is not None and self.groups < 2 * self.liars + 1:
+            raise ValueError(
+                f"groups = {self.groups} and liars = {self.liars}: it takes {2 * self.liars + 1} groups at "
+                "least to outvote them"
+            )
+        return self
+
+    @property
+    @override
+    def goes_by_silos(self) -> bool:
+        return self.pooling == "median_of_means"
+
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
+        if self.pooling == "median_of_means":
+            return RobustDescribe(
+                columns, least, title, self.columns, self.by, self.liars, self.groups, self.seed
+            )
         return Describe(columns, least, title, self.columns, self.by)
 
     @override
     def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        if self.pooling == "median_of_means":
+            raise ConfigError(
+                f'{title}: pooling = "median_of_means" and [privacy]: a group\'s mean has the noise of '
+                "its silos, which a sum over all averages out; leave one of them out"
+            )
         return NoisyDescribe(columns, title, self.columns, self.by)
 
 

@@ -17,6 +17,7 @@ from roundtable.core.analyses.exact_sums import (
     Histograms,
     PublicPlaces,
     Shape,
+    Singles,
     SumPlaces,
 )
 from roundtable.core.analyses.noisy.noisy_question import NoisyQuestion, fair_shares
@@ -53,9 +54,10 @@ class Survey:
         least: int,
         noise_multiplier: float | None = None,
         silos: int = MOST_SILOS,
+        names: Sequence[str] = (),
     ) -> Survey:
         """The survey that these tables ask of at most so many silos, with noise of this multiplier at each
-        where one is given.
+        where one is given; `names` are the silos', where it is known which they are.
         ConfigError for a question that the columns, or privacy, do not allow."""
         titles = [each.name or f"question {number} ({each.ask})" for number, each in enumerate(asked, 1)]
         if noise_multiplier is not None:
@@ -66,6 +68,7 @@ class Survey:
             made = [each.make(columns, least, title) for title, each in zip(titles, asked, strict=True)]
             for question in made:
                 question.digits = Digits(silos)
+                question.divide(names)
             survey = cls(columns, made, Digits(silos))
         survey.check_sizes()
         return survey
@@ -169,19 +172,29 @@ class Survey:
             shapes |= {f"{number}.{name}": shape for name, shape in question.kept.items()}
         return PublicPlaces(shapes)
 
+    def others_digits(self, silo: int) -> Singles:
+        """What stands in the digits of this silo's sums where places are those of others, and NaN where they
+        are its own, float32 [sum_places.size]; −1 is a silo that has none."""
+        own = {
+            f"{number}.{name}": place
+            for number, question in enumerate(self.questions)
+            for name, place in question.own_places(silo).items()
+        }
+        return self.sum_places.others_digits(own)
+
     def sums(
-        self, table: DataTable, public: Mapping[str, Doubles], code: Any = None
+        self, table: DataTable, public: Mapping[str, Doubles], code: Any = None, silo: int = -1
     ) -> dict[str, Doubles | Histograms]:
         """What a silo sends in the round that these public numbers begin: nothing for what is answered.
 
-        `code` asks what is not built in.
+        `code` asks what is not built in; `silo` is its number, where questions are told the silos' names.
         """
         found: dict[str, Doubles | Histograms] = {}
         for number, question in enumerate(self.questions):
             own = _own(public, number)
             stage = float(own["stage"][0])
             if 0 <= stage < DONE:
-                made = question.run_by(code).sums(table, own, int(stage))
+                made = question.run_by(code).sums_of(table, own, int(stage), silo)
                 found |= {f"{number}.{name}": values for name, values in made.items()}
         return found
 

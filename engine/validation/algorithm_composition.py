@@ -129,11 +129,15 @@ def check_exact(job: JobConfig, said: str) -> None:
         )
     if masking is None and (why := job.algorithm.why_masked()):
         raise PrivacyError(why)
+    if masking is not None and (why := job.algorithm.why_in_the_clear()):
+        raise PrivacyError(why)
+    named = job.algorithm.named_clients()
     fixed = cohort.size is not None and cohort.minimum == cohort.size
     plain = transfer.up == "float32" and transfer.down == "float32"
     wanted = [
         (fixed, "cohort.size and cohort.minimum", "the same number"),
         (cohort.strategy == "uniform" and cohort.over_selection == 1.0, "cohort.strategy", '"uniform"'),
+        (not named or cohort.size == len(named), "cohort.size", f"{len(named)}, as algorithm.silos has"),
         (cohort.on_failure == "pause", "cohort.on_failure", '"pause"'),
         (not most or (cohort.size or 0) <= most, "cohort.size", f"at most {most}"),
         (masking is not None or table.policy == "fail", "aggregation.validation.policy", '"fail"'),

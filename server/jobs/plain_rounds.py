@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from roundtable.aggregation import rows_in_files
 from roundtable.aggregation.rows.row_passes import sharded_over
+from roundtable.core.algorithms.analysis import SUMS
 from roundtable.core.analyses.exact_sums import largest_digit
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import Encoding, StreamKey, get_encoding
@@ -70,9 +72,18 @@ class PlainRounds:
         encoding, step = get_encoding(offer.encoding).over(self._sent), offer.at.step
         if encoding.dense_dtype is not None:
             added = self._job.algorithm.most_added()
-            return FiniteCheck(encoding.dense_dtype, largest_digit(added) if added else None)
+            largest = largest_digit(added) if added else None
+            return FiniteCheck(encoding.dense_dtype, largest, self._others_digits(client))
         key = StreamKey(self._seed, client, step.round, step.attempt)
         return EncodedCheck(encoding, self._columns, key)
+
+    def _others_digits(self, client: str) -> np.ndarray | None:
+        digits = self._job.algorithm.others_digits(client)
+        if digits is None:
+            return None
+        given = np.full(self._columns, np.nan, dtype=np.float32)
+        given[self._sent.places[SUMS]] = digits
+        return given
 
     def sum_content(self, step: m.Step) -> tuple[int, ContentCheck]:
         return 4 * self._columns, FiniteCheck(torch.float32)

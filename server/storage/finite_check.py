@@ -73,12 +73,16 @@ class EncodedCheck:
 class FiniteCheck:
     """Sees the bytes of a dense encoding in order; `first_bad` is the first element that is not finite, or,
     with a `largest` digit, no whole number from 0 to that: a silo's digits, which only add up if each is one.
+    Where `given` [elements] is not NaN, a digit has to be that: its place is another silo's.
 
     NumPy and not torch: one thread for each upload is enough, and torch would start more for each.
     """
 
-    def __init__(self, dtype: torch.dtype, largest: int | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, largest: int | None = None, given: np.ndarray | None = None
+    ) -> None:
         self._largest = largest
+        self._given = given
         self._exponent = _EXPONENTS.get(dtype)
         self._stored = np.dtype("<f4") if self._exponent is None else np.dtype("<u2")
         self._rest = b""
@@ -105,8 +109,8 @@ class FiniteCheck:
             return ""
         if self._largest is not None:
             return (
-                f"the sums are no digits: element {bad} is no whole number from 0 to {self._largest}, so "
-                "that they are no silo's answer to the analysis"
+                f"the sums are no digits: element {bad} is no whole number from 0 to {self._largest}, or has "
+                "the place of another silo's, so that they are no silo's answer to the analysis"
             )
         return f"the update is not finite: element {bad} is NaN or infinite"
 
@@ -122,6 +126,9 @@ class FiniteCheck:
     def _bad_digit(self, values: np.ndarray) -> int | None:
         with np.errstate(invalid="ignore"):
             right = (values >= 0) & (values <= self._largest) & (np.trunc(values) == values)
+        if self._given is not None:
+            given = self._given[self._seen : self._seen + len(values)]
+            right &= np.isnan(given) | (values == given)
         return None if right.all() else int(right.argmin())
 
     def _bad_half(self, bits: np.ndarray) -> int | None:
