@@ -29,6 +29,11 @@ class AnalysesTable(Table):
         description='kinds of questions, such as ["describe", "linear"]; default: all but those '
         "that tell of a silo's own estimates",
     )
+    own_figures: bool = Field(
+        False,
+        description="answers may show figures of this silo's own rows beside those of others (by_silo of "
+        "evaluate)",
+    )
     tables: list[str] | None = Field(None, description="tables of [data] that may be asked; default: all")
     protected: list[str] = Field(
         default_factory=list, description="columns that no question may use as its outcome or group"
@@ -90,6 +95,12 @@ def analysis_objections(rules: AnalysesTable, job: JobConfig) -> Iterator[str]:
             yield (
                 f"{question.title}: sums of {question.ask} over few silos tell of this silo's own estimates: "
                 "its policy has to name it ([policy.analyses] allowed)"
+            )
+        if question.shows_silos and not rules.own_figures:
+            yield (
+                f"{question.title}: its answer shows figures of this silo's own rows to the coordinator and "
+                "all who read it, masked or not: this silo has to allow that ([policy.analyses] own_figures "
+                "= true), or the study leaves by_silo out"
             )
         if kept := sorted({*question.told} & {*rules.protected}):
             yield (

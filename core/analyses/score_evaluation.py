@@ -93,9 +93,13 @@ class ScoreEvaluation(Question):
         return {"scores": (self._groups, 2, self.grid.size), **self._shapes}
 
     @property
+    def _summed(self) -> dict[str, Shape]:
+        return {"predicted": (self.bins,), "losses": (2,)}
+
+    @property
     @override
     def reals(self) -> Mapping[str, Shape]:
-        return {"predicted": (self.bins,), "losses": (2,)}
+        return self._summed
 
     @property
     @override
@@ -105,7 +109,7 @@ class ScoreEvaluation(Question):
             "figures": (self._groups, len(_FIGURES)),
             **self._shapes,
             "points": (3, self.bins + 1),
-            **self.reals,
+            **self._summed,
         }
 
     def _whole(self, table: DataTable) -> tuple[Doubles, Doubles, list[Doubles]]:
@@ -237,7 +241,7 @@ class ScoreEvaluation(Question):
         values: dict[str, Any] = {**groups["all"], "threshold": self.threshold}
         if self.by is not None:
             values["groups"] = {name: groups[name] for name in self.labels}
-            values["differences"] = _differences([groups[name] for name in self.labels])
+            values["differences"] = differences([groups[name] for name in self.labels])
         notes = [
             f"{values['rows']} rows; {self.outcome} is {self.of[1]} in {values['positive']}; told positive "
             f"where {self.score} is at least {self.threshold:g}"
@@ -318,7 +322,7 @@ def _share(part: float, whole: float) -> float | None:
     return float(part / whole) if whole else None
 
 
-def _differences(groups: list[dict[str, Any]]) -> dict[str, float | None]:
+def differences(groups: list[dict[str, Any]]) -> dict[str, float | None]:
     """The largest difference between groups that are told of."""
     found: dict[str, float | None] = {}
     for key in ("auroc", "sensitivity", "specificity", "precision", "told_positive"):

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
+from roundtable.core.analyses.apart.silo_evaluation import SiloEvaluation
 from roundtable.core.analyses.ask_table import AskTable, Described, Names, different
 from roundtable.core.analyses.noisy.noisy_cells import NoisyTopValues
 from roundtable.core.analyses.noisy.noisy_question import NoisyQuestion
@@ -83,6 +84,9 @@ class EvaluateTable(AskTable):
     threshold: Finite = Field(0.5, description="a score from here on tells the second value")
     bins: int = Field(10, ge=2, le=100, description="of the calibration curve, from 0 to 1")
     by: ColumnName | None = Field(None, description="a category: the same for each of its values")
+    by_silo: bool = Field(
+        False, description="the same for each silo's own rows, which its policy has to allow (own_figures)"
+    )
     every: Finite | None = Field(
         None, gt=0, description="width of the grid of scores; default: a thousandth of the range"
     )
@@ -90,10 +94,23 @@ class EvaluateTable(AskTable):
     @model_validator(mode="after")
     def _apart(self) -> EvaluateTable:
         different((self.score, self.outcome, *filter(None, [self.by])), "score, outcome and by")
+        if self.by_silo and self.by is not None:
+            raise ValueError(
+                f"by = {self.by!r} and by_silo: what one of them hides may follow from the other; ask for one"
+            )
         return self
+
+    @property
+    @override
+    def goes_by_silos(self) -> bool:
+        return self.by_silo
 
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
+        if self.by_silo:
+            return SiloEvaluation(
+                columns, least, title, self.score, self.outcome, self.threshold, self.bins, self.every
+            )
         return ScoreEvaluation(
             columns,
             least,

@@ -106,6 +106,7 @@ every = 10
 ask = "evaluate"
 score = "age"
 outcome = "ill"
+by_silo = true
 
 [[questions]]
 name = "trees"
@@ -230,7 +231,10 @@ async def test_fits_of_real_silos_are_those_of_local_files(
     assert found[1].answers == found[0].answers
     kinds = [answer.ask for answer in found[0].answers]
     async with federation_of(tmp_path, "") as (address, folder):
-        config = (with_table((address, folder), name, least_count=1, allowed=kinds) for name in NAMES)
+        config = (
+            with_table((address, folder), name, least_count=1, allowed=kinds, own_figures=True)
+            for name in NAMES
+        )
         model = tmp_path / "model.json"
         command = ["analyse", str(survey), "--set", "least_count=1", "--model", str(model), "--json"]
         command += ["--coordinator", address, "--credentials", str(folder / "operator")]
@@ -260,6 +264,10 @@ def test_what_a_silo_objects_to(tmp_path: Path) -> None:
     meta = survey_job(load_survey(write(tmp_path), {"questions": [asked]}), 3)
     assert "tell of this silo's own estimates" in next(analysis_objections(AnalysesTable(), meta))
     assert list(analysis_objections(AnalysesTable(allowed=["meta_analysis"]), meta)) == []
+    asked = {"ask": "evaluate", "score": "age", "outcome": "ill", "by_silo": True}
+    each = survey_job(load_survey(write(tmp_path), {"questions": [asked]}), 3)
+    assert "shows figures of this silo's own rows" in next(analysis_objections(AnalysesTable(), each))
+    assert list(analysis_objections(AnalysesTable(own_figures=True), each)) == []
     begun = [(1000.0, job), (2000.0, job)]
     assert list(objections_to_count(AnalysesTable(a_day=2), job, begun, 87399.0)) != []
     assert list(objections_to_count(AnalysesTable(a_day=2), job, begun, 87401.0)) == []
