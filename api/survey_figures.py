@@ -156,13 +156,19 @@ def _trees(axes: Any, answer: Answer) -> None:
 
 def _evaluation(axes: Any, answer: Answer) -> None:
     curve = answer.values.get("calibration")
+    silos = {name: own for name, own in answer.values.get("silos", {}).items() if own is not None}
     if curve:
         axes.plot([0, 1], [0, 1], linewidth=0.8, color="grey")
         axes.plot([each["predicted"] for each in curve], [each["observed"] for each in curve], marker="o")
+        for name, own in silos.items():
+            points = [[each[key] for each in own["calibration"]] for key in ("predicted", "observed")]
+            axes.plot(*points, linewidth=0.8, label=_word(name))
+        if silos:
+            axes.legend()
         axes.set_xlabel("predicted")
         axes.set_ylabel("observed")
         return
-    groups = {"all": answer.values, **answer.values.get("groups", {})}
+    groups = {"all": answer.values, **answer.values.get("groups", {}), **silos}
     told = {name: each for name, each in groups.items() if each["auroc"] is not None}
     for place, each in enumerate(told.values()):
         axes.plot(each["auroc_interval"], [place, place], color="C0")

@@ -17,6 +17,8 @@ def _of_analyses(given: Mapping[str, Any]) -> str:
         said.append(f"tell of no fewer than {given['least_count']} rows")
     if given.get("allowed") is not None:
         said.append(f"ask questions of the kind {', '.join(given['allowed']) or 'none'} alone")
+    if given.get("own_figures"):
+        said.append("may show figures of this silo's own rows, if they say so")
     if given.get("tables") is not None:
         said.append(f"ask the tables {', '.join(given['tables']) or 'none'} alone")
     if given.get("protected"):

@@ -183,13 +183,16 @@ class Quantiles(Question):
             values.append({"at": share, "value": value, "within": error})
             rows.append([share, value, error])
         header = ["share", self.column, "within ±"]
+        found = {"rows": int(public["rows"][0]), "quantiles": values}
+        return Answer(self.title, self.ask, header, rows, found, notes=self._notes())
+
+    def _notes(self) -> list[str]:
         notes = []
         if self.least > 1 and {0.0, 1.0} & set(self.at):
             notes.append(
                 f"share 0 and 1: the {self.least}-th smallest and largest value, of one person neither"
             )
-        found = {"rows": int(public["rows"][0]), "quantiles": values}
-        return Answer(self.title, self.ask, header, rows, found, notes=notes)
+        return notes
 
 
 def held_by(before: Doubles, place: int, least: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from roundtable.core.analyses.apart.median_of_means import RobustDescribe
 from roundtable.core.analyses.ask_table import AskTable, Described, Names, different
+from roundtable.core.analyses.bisected_quantiles import BisectedQuantiles
 from roundtable.core.analyses.boosted_trees.trees_table import BoostedTreesTable
 from roundtable.core.analyses.correlations import Correlation
 from roundtable.core.analyses.counted_cells import ColumnHistogram, Contingency
@@ -165,13 +166,34 @@ class QuantilesTable(AskTable):
     method: Literal["linear", "inverted_cdf"] = Field(
         "linear", description="linear: between two values; inverted_cdf: a value that occurs"
     )
+    search: Literal["histogram", "bisection"] = Field(
+        "histogram", description="histogram: few rounds of many counts; bisection: more rounds of two each"
+    )
+    within: Finite | None = Field(
+        None, gt=0, description="of bisection: how wide the brackets are that are looked for, as the column"
+    )
+
+    @model_validator(mode="after")
+    def _wide(self) -> QuantilesTable:
+        if self.search == "bisection" and self.within is None:
+            raise ValueError('search = "bisection" takes within, the width at which it ends')
+        if self.search == "histogram" and self.within is not None:
+            raise ValueError('within is of search = "bisection": a histogram is refined as far as doubles go')
+        return self
 
     def make(self, columns: Described, least: int, title: str) -> Question:
         """The question."""
+        if self.within is not None:
+            return BisectedQuantiles(columns, least, title, self.column, self.at, self.method, self.within)
         return Quantiles(columns, least, title, self.column, self.at, self.method)
 
     @override
     def make_noisy(self, columns: Described, title: str) -> NoisyQuestion:
+        if self.search == "bisection":
+            raise ConfigError(
+                f'{title}: search = "bisection" and [privacy]: each round would cost as much as the one '
+                "histogram that quantiles under noise ask for; leave search and within out"
+            )
         return NoisyQuantiles(columns, title, self.column, self.at)
 
 
