@@ -74,8 +74,11 @@ class BisectedQuantiles(Quantiles):
     def sums(self, table: DataTable, public: Arrays, stage: int) -> dict[str, Doubles]:
         if stage == 0:
             return super().sums(table, public, 0)
-        values = table.column(self.column)
-        values = np.sort(values[~np.isnan(values)])
+        kept = "sorted values", self.column
+        if kept not in table.derived:
+            values = table.column(self.column)
+            table.derived[kept] = np.sort(values[~np.isnan(values)])
+        values = table.derived[kept]
         low, high = public["low"], public["high"]
         edges = np.stack([low, low + (high - low) / 2, high])
         below = np.searchsorted(values, edges, side="left")
