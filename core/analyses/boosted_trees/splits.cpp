@@ -40,7 +40,7 @@ float gain(const Rules& rules, const Side& side, float low, float high) {
         return -(2.0f * g * own + (h + rules.lambda) * (own * own));
     }
     const double free = soft(side.gradient, rules.alpha);
-    return float(free * free / (side.hessian + rules.shrink));
+    return float(free * free) / float(side.hessian + rules.shrink);
 }
 
 }  // namespace

@@ -106,6 +106,26 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.parametrize("alpha", [0.0, 3.3])
+def test_gains_are_those_of_xgboost_to_the_last_bit(alpha: float) -> None:
+    """Over as much weight as tens of millions of rows have, many cuts gain equally in float32."""
+    xgboost = pytest.importorskip("xgboost", reason="xgboost is not installed: it says what the gains are")
+    draw = np.random.default_rng(3)
+    names = ["a", "b", "c", "w"]
+    frame = {name: draw.integers(0, 256, 4000).astype(float) for name in names[:3]}
+    frame["w"] = draw.integers(1, 500_000, 4000).astype(float)
+    frame["y"] = (frame["a"] + 0.3 * frame["b"] + draw.normal(0, 80, 4000) > 170).astype(float)
+    rows = np.column_stack([frame[name] for name in names])
+    matrix = xgboost.QuantileDMatrix(rows, frame["y"], weight=frame["w"], feature_names=names, max_bin=64)
+    asked = {"base_score": 0.5, "max_depth": 5, "reg_alpha": alpha, "reg_lambda": 1.7}
+    parameters = {"objective": "binary:logistic", "tree_method": "hist", "max_bin": 64, "nthread": 1, **asked}
+    wanted = trees_of(json.loads(xgboost.train(parameters, matrix, 1).save_raw("json")))[0]
+    question = {"outcome": "y", "on": names, "edges": edges_of(matrix), "rounds": 1, "weights": "w", **asked}
+    found = trees_of(grow(in_turn(frame, 3), question, described(frame, question, 2)).model)[0]
+    for key in ("left_children", "split_indices", "split_conditions", "loss_changes"):
+        assert np.array_equal(np.float32(found[key]), np.float32(wanted[key])), key
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_trees_are_those_of_xgboost_on_the_pooled_rows(case: str) -> None:
     xgboost = pytest.importorskip("xgboost", reason="xgboost is not installed: it says what the trees are")
