@@ -338,7 +338,7 @@ def _cannot_shard(probe: ModelProbe, kind: DataParallel, mesh: Mesh) -> str:
             f"tp: {next(iter(probe.tensor_parallel.packed))} holds several parts, each of which would be a "
             "parameter by itself, and the task's optimizer is none of torch's that treat each entry by itself"
         )
-    if probe.trace.outside and (kind in _SHARDED or mesh.tp > 1):
+    if probe.trace.outside and probe.trace.whole_calls and (kind in _SHARDED or mesh.tp > 1):
         name, place = next(iter(probe.trace.outside.items()))
         return (
             f"{kind if kind in _SHARDED else 'tp'}: {place or 'the loss'} reads {name} while the part of the "

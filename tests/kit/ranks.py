@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -54,7 +55,7 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any, timeout
 
 def _received(pipe: Any, rank: int, process: Any) -> Any:
     try:
-        result, trace = pipe.recv()
+        result, trace = pickle.loads(pipe.recv_bytes())  # noqa: S301 - the test's own ranks wrote it
     except EOFError:
         process.join()
         raise AssertionError(f"rank {rank} died with exit code {process.exitcode}") from None
@@ -87,7 +88,12 @@ def _rank(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
-        pipe.send((function(rank, *arguments), ""))
+        _say(pipe, function(rank, *arguments), "")
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - whatever a rank raises is the test's to see
-        pipe.send((None, traceback.format_exc()))
+        _say(pipe, None, traceback.format_exc())
+
+
+def _say(pipe: Any, result: Any, trace: str) -> None:
+    # Sent as objects, tensors would lie in memory of this process, which may be gone before they are read.
+    pipe.send_bytes(pickle.dumps((result, trace)))

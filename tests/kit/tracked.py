@@ -39,6 +39,8 @@ def allocated(task: Task, strategy: Strategy, probe: ModelProbe, micro_batches: 
     with fake_group(strategy.mesh.world):
         meshes = Meshes(strategy.mesh, "cpu")
         data, _ = task.data(Site("silo"))
+        with torch.device("meta"):
+            layout = Layout.of(task.model())
         sharded = strategy.data_parallel in ("zero2", "zero3")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             # What a model's constants are is not seen in fake tensors.
@@ -46,7 +48,7 @@ def allocated(task: Task, strategy: Strategy, probe: ModelProbe, micro_batches: 
                 nullcontext() if sharded else patch.object(apply, "allocate", _allocate),
                 patch.object(held, "shared_constants", lambda *given: {}),
             ):
-                replica = held.Replica(task, Layout(()), strategy, meshes, device, probe.tensor_parallel)
+                replica = held.Replica(task, layout, strategy, meshes, device, probe.tensor_parallel)
             optimizer = torch.optim.AdamW(replica.parameters(), foreach=False)
             batch = tuple(mode.from_tensor(part[: strategy.micro_batch]) for part in data)
 

