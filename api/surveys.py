@@ -49,6 +49,9 @@ class SurveyFile(Table):
     least_count: int = Field(
         LEAST_COUNT, ge=1, le=10**6, description="fewest rows of a cell or group that is told of"
     )
+    round_to: int = Field(
+        1, ge=1, le=10**6, description="tell counts as multiples of this; of histogram, table and top_values"
+    )
     secure_aggregation: bool | None = Field(
         None,
         description="mask sums, so that nobody sees those of a single silo; takes three silos. Default: "
@@ -95,7 +98,8 @@ class SurveyFile(Table):
 
     def asked(self) -> dict[str, Any]:
         """What is asked: the keys of the job's [algorithm]."""
-        asked = self.model_dump(mode="json", include={"table", "columns", "questions", "least_count"})
+        given = {"table", "columns", "questions", "least_count", "round_to"}
+        asked = self.model_dump(mode="json", include=given)
         return asked if self.privacy is None else {**asked, "noise_multiplier": self.privacy.noise_multiplier}
 
 

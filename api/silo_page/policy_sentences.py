@@ -15,6 +15,8 @@ def _of_analyses(given: Mapping[str, Any]) -> str:
     said = []
     if "least_count" in given:
         said.append(f"tell of no fewer than {given['least_count']} rows")
+    if "round_to" in given:
+        said.append(f"tell counts alone, as multiples of {given['round_to']}")
     if given.get("allowed") is not None:
         said.append(f"ask questions of the kind {', '.join(given['allowed']) or 'none'} alone")
     if given.get("own_figures"):

@@ -24,6 +24,9 @@ class AnalysesTable(Table):
     least_count: int = Field(
         LEAST_COUNT, ge=1, description="fewest rows of a cell or group that an analysis may tell of"
     )
+    round_to: int = Field(
+        1, ge=1, description="what an analysis rounds counts to multiples of; others tell of more than counts"
+    )
     allowed: list[str] | None = Field(
         None,
         description='kinds of questions, such as ["describe", "linear"]; default: all but those '
@@ -82,6 +85,12 @@ def analysis_objections(rules: AnalysesTable, job: JobConfig) -> Iterator[str]:
             f"the analysis tells of {asked.least_count} rows, and this silo of no fewer than "
             f"{rules.least_count} ([policy.analyses] least_count): set least_count = {rules.least_count}"
         )
+    if asked.round_to % rules.round_to and not job.releases_sums:
+        yield (
+            f"the analysis tells counts as multiples of {asked.round_to}, and this silo of "
+            f"{rules.round_to} ([policy.analyses] round_to): set round_to = {rules.round_to}, and ask "
+            "histogram, table and top_values alone"
+        )
     if rules.tables is not None and asked.table not in rules.tables:
         yield f"the table {asked.table!r} may not be asked here ([policy.analyses] tables)"
     kinds = sorted({question.ask for question in asked.questions})
@@ -126,6 +135,7 @@ def asked_in(job: JobConfig) -> dict[str, Any] | None:
         "table": asked.table,
         "questions": [question.model_dump(mode="json", exclude_none=True) for question in asked.questions],
         "least_count": asked.least_count,
+        "round_to": asked.round_to,
         "masked": masking_of(job.privacy) is not None,
         "epsilon": None if isinstance(job.privacy, NoPrivacy) else job.privacy.epsilon,
     }

@@ -57,6 +57,9 @@ class AnalysisTable(AlgorithmTable):
         LEAST_COUNT, ge=1, le=10**6, description="fewest rows of a cell or group that is told of"
     )
 
+    round_to: int = Field(
+        1, ge=1, le=10**6, description="tell counts as multiples of this; of histogram, table and top_values"
+    )
     most_silos: int = Field(
         MOST_SILOS,
         ge=1,
@@ -131,6 +134,7 @@ class AnalysisTable(AlgorithmTable):
             self.noise_multiplier,
             self.most_silos,
             tuple(self.silos.values()),
+            self.round_to,
         )
 
 

@@ -20,6 +20,7 @@ class ColumnHistogram(Question):
     """Rows in each of `bins` bins of equal width over a column's range, the last one closed, by group."""
 
     ask: ClassVar[str] = "histogram"
+    tells_counts_alone: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class Contingency(Question):
     """Rows in each cell of two categories, and Pearson's chi-square test of their independence."""
 
     ask: ClassVar[str] = "table"
+    tells_counts_alone: ClassVar[bool] = True
 
     def __init__(
         self, columns: Mapping[str, ColumnTable], least: int, title: str, rows: str, across: str, yates: bool

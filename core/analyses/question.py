@@ -7,7 +7,7 @@ is asked. Later stages ask for sums of those groups alone whose total reached th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -67,11 +67,15 @@ class Question:
     most_rounds: ClassVar[int] = 1
     tells_of_silos: ClassVar[bool] = False
     """Whether sums over few silos tell of each one's own figures, so that a silo's policy has to name it."""
+    tells_counts_alone: ClassVar[bool] = False
+    """Whether its public numbers are counts and follow from nothing else, so that they can be rounded."""
     small_cells: bool = False
     shows_silos: bool = False
     """Whether its answer shows single silos' own figures, which a silo's policy has to allow."""
     digits: Digits = Digits()
     """How its sums are cut, as the survey says."""
+    round_to: int = 1
+    """What counts are rounded to whole multiples of, as the survey says."""
 
     def __init__(self, columns: Mapping[str, ColumnTable], least: int, title: str) -> None:
         self.columns = columns
@@ -161,7 +165,11 @@ class Question:
         """The answer, or why there is none."""
         stage = float(public["stage"][0])
         if stage == DONE:
-            return self.answer(public)
+            found = self.answer(public)
+            if self.round_to == 1:
+                return found
+            said = f"counts are rounded to multiples of {self.round_to}, and all else is made of those"
+            return replace(found, notes=[*found.notes, said])
         code = int(-stage) if stage < 0 else NO_LIMIT
         return Answer(self.title, self.ask, why=_WHY[code] + self.blame(public, code))
 
@@ -173,10 +181,15 @@ class Question:
         """Counts with `HIDDEN` in the place of those below the least count."""
         return np.where((counts > 0) & (counts < self.least), HIDDEN, counts)
 
+    def rounded(self, counts: Doubles) -> Doubles:
+        """Counts as multiples of `round_to`, halves upwards; what is hidden stays so."""
+        near = np.floor(counts / self.round_to + 0.5) * self.round_to
+        return np.where(counts == HIDDEN, HIDDEN, near)
+
     def hide_cells(self, counts: Doubles, axes: tuple[int, ...]) -> Doubles:
         """The same for cells [lines, cells] whose sums along `axes` others may know, as from another question
         of the same survey: where what is hidden of a line is a single cell, or fewer rows together than the
-        least count, the smallest other one that is not empty is hidden with it."""
+        least count, the smallest other one that is not empty is hidden with it. What is left is rounded."""
         hidden = self.hide(counts)
         changed = True
         while changed:
@@ -189,7 +202,7 @@ class Question:
                     if left.size and lost.any() and (lost.sum() == 1 or own[lost].sum() < self.least):
                         line[left[own[left].argmin()]] = HIDDEN
                         changed = True
-        return hidden
+        return self.rounded(hidden)
 
     def check_possible(self, sums: Doubles, most: Doubles, who: str = "a silo") -> None:
         """AggregationError for sums beyond ± `most`, which no rows have that are as the columns say."""

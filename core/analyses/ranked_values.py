@@ -172,6 +172,7 @@ class TopValues(Question):
     that are equally frequent the first of the domain."""
 
     ask: ClassVar[str] = "top_values"
+    tells_counts_alone: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -213,9 +214,11 @@ class TopValues(Question):
 
     @override
     def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
-        counted = sums["cells"]
+        # In the order of what is told: that of what is not would tell of it.
+        enough = sums["cells"] >= max(self.least, 1)
+        counted = np.where(enough, self.rounded(sums["cells"]), 0.0)
         first = np.argsort(-counted, kind="stable")[: self.most]
-        first = first[counted[first] >= max(self.least, 1)]
+        first = first[counted[first] > 0]
         places, rows = np.zeros(self.most), np.zeros(self.most)
         places[: len(first)], rows[: len(first)] = first, counted[first]
         return {"stage": DONE if len(first) else -float(TOO_FEW), "places": places, "rows": rows}

@@ -55,11 +55,15 @@ class Survey:
         noise_multiplier: float | None = None,
         silos: int = MOST_SILOS,
         names: Sequence[str] = (),
+        round_to: int = 1,
     ) -> Survey:
         """The survey that these tables ask of at most so many silos, with noise of this multiplier at each
-        where one is given; `names` are the silos', where it is known which they are.
+        where one is given; `names` are the silos', where it is known which they are; counts are told as
+        multiples of `round_to`.
         ConfigError for a question that the columns, or privacy, do not allow."""
         titles = [each.name or f"question {number} ({each.ask})" for number, each in enumerate(asked, 1)]
+        if round_to > 1 and noise_multiplier is not None:
+            raise ConfigError("round_to rounds exact counts, and under [privacy] none is told: leave it out")
         if noise_multiplier is not None:
             survey = cls._with_noise(columns, asked, titles, noise_multiplier, Digits(silos))
         else:
@@ -68,6 +72,13 @@ class Survey:
             made = [each.make(columns, least, title) for title, each in zip(titles, asked, strict=True)]
             for question in made:
                 question.digits = Digits(silos)
+                question.round_to = round_to
+                if round_to > 1 and not question.tells_counts_alone:
+                    raise ConfigError(
+                        f"{question.title}: round_to = {round_to} rounds counts, and {question.ask} tells of "
+                        "more than counts, from which they follow: ask histogram, table and top_values in a "
+                        "survey of their own"
+                    )
                 question.divide(names)
             survey = cls(columns, made, Digits(silos))
         survey.check_sizes()

@@ -256,6 +256,12 @@ def test_what_a_silo_objects_to(tmp_path: Path) -> None:
 
     assert said() == []
     assert "of no fewer than 10" in said(least_count=10)[0]
+    assert "of 1, and this silo of 5 ([policy.analyses] round_to): set round_to = 5" in said(round_to=5)[0]
+    asked = {"ask": "histogram", "column": "age", "bins": 4}
+    for multiple, objections in ((5, 0), (10, 0), (7, 1)):
+        given = {"questions": [asked], "round_to": multiple}
+        rounded = survey_job(load_survey(write(tmp_path), given), 3)
+        assert len(list(analysis_objections(AnalysesTable(round_to=5), rounded))) == objections
     assert "'people' may not be asked" in said(tables=["others"])[0]
     assert "of the kind logistic, quantiles are not answered" in said(allowed=["describe"])[0]
     assert ["'ill' may be neither" in line for line in said(protected=["ill"])] == [True, True]
