@@ -199,6 +199,11 @@ class TopValues(Question):
         return self.names
 
     @property
+    def _fewest(self) -> int:
+        """Rows of a value that is told: as many as the least count, and as do not round to none."""
+        return max(self.least, 1, -(-self.round_to // 2))
+
+    @property
     @override
     def counts(self) -> Mapping[str, Shape]:
         return {"cells": (self.grid.size,)}
@@ -215,7 +220,7 @@ class TopValues(Question):
     @override
     def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
         # In the order of what is told: that of what is not would tell of it.
-        enough = sums["cells"] >= max(self.least, 1)
+        enough = sums["cells"] >= self._fewest
         counted = np.where(enough, self.rounded(sums["cells"]), 0.0)
         first = np.argsort(-counted, kind="stable")[: self.most]
         first = first[counted[first] > 0]
@@ -232,5 +237,5 @@ class TopValues(Question):
         ]
         notes = []
         if len(told) < self.most:
-            notes.append(f"no other value is that of {max(self.least, 1)} rows")
+            notes.append(f"no other value is that of {self._fewest} rows")
         return Answer(self.title, self.ask, [self.column, "rows"], told, {"values": told}, notes=notes)

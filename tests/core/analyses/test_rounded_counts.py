@@ -87,6 +87,14 @@ def test_tests_are_made_of_what_is_told_and_answers_say_so() -> None:
     assert answer.notes[-1] == "counts are rounded to multiples of 10, and all else is made of those"
 
 
+def test_a_value_that_rounds_to_no_rows_is_not_told_and_the_note_says_from_where_on() -> None:
+    silos = [{name: np.repeat([0.0, 1.0], [80, 20]) for name in COLUMNS}] * 2
+    survey = counting(100)
+    answer = survey.answers(public_of(survey, silos))[3]
+    assert answer.values == {"values": [["a", 200]]}
+    assert answer.notes[0] == "no other value is that of 50 rows"
+
+
 def test_what_tells_of_more_than_counts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"round_to = 5 rounds counts, and describe tells of more"):
         survey_of([*ASKED, {"ask": "describe", "columns": ["age"]}], 5)
