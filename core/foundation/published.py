@@ -51,21 +51,9 @@ class Story:
     signer: str = ""
 
 
-def publish(
-    job: JobConfig,
-    task: HuggingFaceTask,
-    model: Model,
-    folder: Path,
-    kind: Format,
-    told: Story,
-    most: int | None = None,
-) -> None:
-    """Writes the job's model into an empty or new folder; "transformers" in files of at most `most` bytes.
-
-    `model` may lack what is frozen: the task makes it, of the base that this machine has. Raises ConfigError
-    for a folder that holds something or a format that does not fit, LayoutError where the base is not the
-    job's, EncodingError for values that are not finite.
-    """
+def check_publishable(task: HuggingFaceTask, folder: Path, kind: Format) -> None:
+    """ConfigError for a folder that holds something or a format that does not fit; TaskError where this
+    machine lacks the base."""
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is there already and not empty: name another folder")
     if kind == "peft" and task.method == "full":
@@ -84,6 +72,25 @@ def publish(
         )
     if kind == "onnx":
         check_onnx()
+    find_base(task.base)
+
+
+def publish(
+    job: JobConfig,
+    task: HuggingFaceTask,
+    model: Model,
+    folder: Path,
+    kind: Format,
+    told: Story,
+    most: int | None = None,
+) -> None:
+    """Writes the job's model into an empty or new folder; "transformers" in files of at most `most` bytes.
+
+    `model` may lack what is frozen: the task makes it, of the base that this machine has. Raises what
+    `check_publishable` does, LayoutError where the base is not the job's, EncodingError for values that are
+    not finite.
+    """
+    check_publishable(task, folder, kind)
     whole = whole_model(job, task, model)
     state = whole.state_dict()
     for name, value in state.items():

@@ -27,6 +27,7 @@ from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.core.identity.credentials import issue
 from roundtable.core.initial_model import initial_model
+from roundtable.operator import OperatorClient
 from roundtable.simulation import simulate
 
 TASK = """
@@ -103,6 +104,15 @@ async def two_silos(folder: Path, more: str = "") -> AsyncIterator[tuple[str, Pa
             yield address, folder
 
 
+def partly_fetched(place: tuple[str, Path], job: str) -> Path:
+    """What an export left that was interrupted, as its file's first bytes; they are wrong here."""
+    with OperatorClient(place[0], place[1] / "operator") as operator:
+        digest = operator.job(job).job.model.digest[:12]
+    path = place[1] / f".adapter.{digest}.{digest}.partial"
+    path.write_bytes(bytes(100))
+    return path
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("own", ["", PREFIX], ids=["lora", "prefix"])
 async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path, own: str) -> None:
@@ -114,8 +124,12 @@ async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path, own: 
     async with two_silos(folder, own) as (address, _):
         status, _, final = await asyncio.to_thread(run_job, (address, folder), job, model)
         words = ["--coordinator", address, "--credentials", str(folder / "operator")]
-        words += ["--task", str(folder), "-o", str(folder / "adapter")]
-        assert await asyncio.to_thread(run, ["job", "export", job.title, *words]) == 0
+        words = ["job", "export", job.title, *words, "--task", str(folder), "-o", str(folder / "adapter")]
+        waiting = await asyncio.to_thread(partly_fetched, (address, folder), job.title)
+        assert await asyncio.to_thread(run, words) == 1  # It went on with bytes of another file, and says so.
+        assert not waiting.exists()
+        assert await asyncio.to_thread(run, words) == 0
+    assert not list((folder / "adapter").parent.glob(".adapter*"))
     assert status == "finished"
     assert torch.equal(final.vector, result.model.vector)
     (written,) = (folder / "state").glob("*/generations/*.jsonl")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +11,14 @@ import click
 
 from roundtable.cli.jobs.chosen_model import model_of
 from roundtable.cli.shared.options import connect, connection_options, json_option, require_connection
-from roundtable.cli.shared.output import interruptible, print_json, say, working
+from roundtable.cli.shared.output import interruptible, print_json, say, transferring, working
 from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.quantities import parse_size
 
 if TYPE_CHECKING:
     from roundtable.cli.jobs.chosen_model import ChosenModel
     from roundtable.core.config import JobConfig
+    from roundtable.core.foundation.huggingface_task import HuggingFaceTask
     from roundtable.core.foundation.published import Format, Story
     from roundtable.core.models import Model
 
@@ -81,9 +81,9 @@ def export(
     is checked to be the job's. A README.md says how the model was made, without names of silos; beside it is
     the coordinator's signed statement of that.
     """
-    from roundtable.core.foundation.huggingface_task import HuggingFaceTask
+    from roundtable.core.config import job_from_json
     from roundtable.core.foundation.published import publish
-    from roundtable.core.task import load_task
+    from roundtable.core.models import open_model
 
     if best + last + (number is not None) > 1:
         raise click.UsageError("--best, --last and --round name different models: choose one")
@@ -93,25 +93,29 @@ def export(
         )
     most = size_of_shards(shard_size)
     run = Path(target)
-    with interruptible("Nothing was written."), working(f"exporting {target}"):
+    with interruptible("Nothing was written."):
         if (run / "job.json").is_file() and (run / "model.safetensors").is_file():
             if best or last or number is not None:
                 raise click.UsageError(f"{run} is a simulation's folder: its model is the one that it gives")
-            job, model, told = _of_run(run)
+            with working(f"exporting {target}"):
+                job, model, told = _of_run(run)
+                publish(job, _task(job, tasks, output, kind), model, output, kind, told, most)
         else:
-            with (
-                tempfile.TemporaryDirectory(prefix="roundtable-") as scratch,
-                connect(coordinator, credentials) as own,
-            ):
-                place = require_connection(coordinator, credentials)
-                job, model, told = _of_job(own, place, target, Path(scratch), best, last, number)
-        task: Any = load_task(job.task.name, tasks, parameters=job.task.parameters, trains=False)
-        if not isinstance(task, HuggingFaceTask):
-            raise TaskError(
-                f"task {job.task.name!r} is no rt.HuggingFaceTask, so that nobody knows which files its "
-                "model would be: `roundtable job model` fetches it as safetensors"
-            )
-        publish(job, task, model, output, kind, told, most)
+            with connect(coordinator, credentials) as operator:
+                detail = operator.job(target)
+                chosen = model_of(detail, best=best, last=last, number=number)
+                job = job_from_json(detail.job_config)
+                task = _task(job, tasks, output, kind)
+                told = _signed(require_connection(coordinator, credentials), detail.job, chosen)
+                fetched = output.absolute().with_name(f".{output.absolute().name}.{chosen.digest[:12]}")
+                hint = "What has arrived is kept; the same command goes on from there."
+                with interruptible(hint), transferring(f"fetching {target}") as arrived:
+                    operator.get_artifact(chosen.digest, chosen.size, fetched, arrived)
+            try:
+                with working(f"exporting {target}"):
+                    publish(job, task, open_model(fetched), output, kind, told, most)
+            finally:
+                fetched.unlink()
     files = sorted(file.name for file in output.iterdir())
     if as_json:
         print_json({"folder": str(output), "format": kind, "round": told.round, "files": files})
@@ -137,29 +141,20 @@ def _of_run(run: Path) -> tuple[JobConfig, Model, Story]:
     return job, model, Story(job.title, round, silos)
 
 
-def _of_job(
-    operator: Any,
-    place: tuple[str, Path],
-    name: str,
-    scratch: Path,
-    best: bool,
-    last: bool,
-    number: int | None,
-) -> tuple[JobConfig, Model, Story]:
-    from dataclasses import replace
+def _task(job: JobConfig, folder: Path, output: Path, kind: Format) -> HuggingFaceTask:
+    """The job's task, where what it makes can be written: told before anything is fetched."""
+    from roundtable.core.foundation.huggingface_task import HuggingFaceTask
+    from roundtable.core.foundation.published import check_publishable
+    from roundtable.core.task import load_task
 
-    from roundtable.core.config import job_from_json
-    from roundtable.core.models import open_model
-
-    detail = operator.job(name)
-    chosen = model_of(detail, best=best, last=last, number=number)
-    path = scratch / "model.safetensors"
-    operator.get_artifact(chosen.digest, chosen.size, path)
-    model = open_model(path)
-    # The file goes, and with it what is mapped from it.
-    local = {name: value.clone() for name, value in model.local.items()}
-    model = replace(model, vector=model.vector.clone(), local=local)
-    return job_from_json(detail.job_config), model, _signed(place, detail.job, chosen)
+    task: Any = load_task(job.task.name, folder, parameters=job.task.parameters, trains=False)
+    if not isinstance(task, HuggingFaceTask):
+        raise TaskError(
+            f"task {job.task.name!r} is no rt.HuggingFaceTask, so that nobody knows which files its "
+            "model would be: `roundtable job model` fetches it as safetensors"
+        )
+    check_publishable(task, output, kind)
+    return task
 
 
 def _signed(place: tuple[str, Path], job: Any, chosen: ChosenModel) -> Story:

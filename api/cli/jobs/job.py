@@ -36,6 +36,7 @@ from roundtable.cli.shared.output import (
     print_table,
     say,
     say_lines,
+    transferring,
     working,
 )
 from roundtable.cli.shared.rounds import throughput_of
@@ -256,8 +257,8 @@ def model(
         elif path.is_dir():
             raise click.UsageError(f"{path} is a folder: name a file, or give --shard-size for many in it")
         hint = "What has arrived is kept; the same command goes on from there."
-        with interruptible(hint):
-            operator.get_artifact(chosen.digest, chosen.size, path)
+        with interruptible(hint), transferring(f"fetching {name}") as arrived:
+            operator.get_artifact(chosen.digest, chosen.size, path, arrived)
     from roundtable.core.config import job_from_json
     from roundtable.core.models import open_model
 

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from roundtable.cli.jobs.watch import watch_to_its_end
 from roundtable.cli.shared.options import connect, connection_options, json_option, set_option
-from roundtable.cli.shared.output import as_dict, interruptible, print_json, say, working
+from roundtable.cli.shared.output import as_dict, interruptible, print_json, say, transferring, working
 from roundtable.core.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
@@ -207,10 +207,9 @@ def _started(operator: OperatorClient, prepared: Prepared, request: str | None) 
     with tempfile.TemporaryDirectory(prefix="roundtable-") as folder:
         model = Path(folder) / "initial.safetensors"
         save_model(model, prepared.model)
-        with interruptible(
-            "Nothing was started; the same command goes on, what has arrived is not sent twice."
-        ):
-            return operator.submit(prepared.job, model, request)
+        hint = "Nothing was started; the same command goes on, what has arrived is not sent twice."
+        with interruptible(hint), transferring("sending the first model") as arrived:
+            return operator.submit(prepared.job, model, request, arrived)
 
 
 def _told(action: str, job: Job, changes: list[str], as_json: bool) -> int:

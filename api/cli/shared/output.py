@@ -119,6 +119,13 @@ def working(on: str) -> Iterator[Callable[[str], None]]:
         yield lambda how_far: status.update(cell(f"{on}: {how_far}"))
 
 
+@contextmanager
+def transferring(on: str) -> Iterator[Callable[[int, int], None]]:
+    """Says how much of a transfer has arrived, until the block ends; on a terminal only."""
+    with working(on) as tell:
+        yield lambda arrived, size: tell(f"{amount(arrived)} of {amount(size)}")
+
+
 def amount(count: int) -> str:
     """A number of bytes, for people."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
