@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import median
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def data_size(
 ) -> list[str]:
     """Without replacement, with probabilities proportional to the examples that a client has.
 
-    A client whose count is not known yet counts as the mean of those known.
+    A client whose count is not known yet counts as the median of those known, which no one of them moves far.
     """
     return _weighted(names, size, chance, _typical([lookup(name).info.examples for name in names]))
 
@@ -159,6 +160,7 @@ def power_of_choice(
 
 OORT_EXPLORATION, OORT_DECAY, OORT_LEAST = 0.9, 0.98, 0.2
 OORT_CUT, OORT_CLIP, OORT_STRAGGLER, OORT_STALENESS = 0.95, 0.95, 2.0, 0.1
+OORT_MOST = 1e300
 
 
 def oort(
@@ -167,7 +169,8 @@ def oort(
     """Guided selection (Lai et al. 2021, "Oort", Algorithm 1): most of a cohort by utility, a part untried.
 
     The utility of a client that has answered is examples × |loss|, in the place of examples × the root mean
-    square of its losses, which no silo tells; clipped at the 95th percentile and divided by the largest; plus
+    square of its losses, which no silo tells; clipped at the 95th percentile (of fewer than twenty: at the
+    largest but one, so that what one silo tells hides no other) and divided by the largest; plus
     √(0.1 · ln R / L), R being the round and L its last; times (T / t)² where its time t is above T, the
     median of the times that are known (the paper's pacer moves T). Who lies above 95% of the last one that
     would be taken is drawn by utility. The share of untried ones is 0.9 · 0.98^(R-1), at least 0.2; nobody's
@@ -192,7 +195,9 @@ def oort(
 def _utilities(tried: Sequence[Candidate], round: int) -> np.ndarray:
     counts = np.array(_typical([each.info.examples for each in tried]))
     losses = np.abs(_typical([each.loss for each in tried]))
-    value = np.minimum(counts * losses, np.quantile(counts * losses, OORT_CLIP))
+    with np.errstate(over="ignore"):
+        value = np.minimum(counts * losses, OORT_MOST)
+    value = np.minimum(value, np.quantile(value, OORT_CLIP, method="lower"))
     value = value / max(float(value.max()), 1e-12)
     value = value + np.sqrt(
         OORT_STALENESS * math.log(round) / np.maximum([each.last_round for each in tried], 1)
@@ -283,9 +288,9 @@ def rested(names: Sequence[str], state: EngineState) -> Sequence[str]:
 
 
 def _typical(values: Sequence[float | int | None]) -> list[float]:
-    """The values; the mean of the others where one is not known, 1 where none is."""
+    """The values; the median of the others where one is not known, 1 where none is."""
     known = [float(value) for value in values if value is not None]
-    typical = sum(known) / len(known) if known else 1.0
+    typical = median(known) if known else 1.0
     return [typical if value is None else float(value) for value in values]
 
 

@@ -55,6 +55,7 @@ _SIGNED_SECONDS = 30 * 86400.0
 _SERIES_SECONDS = 366 * 86400.0
 """How old it may be under a run of a series."""
 _AHEAD_SECONDS = 3600.0
+"""How far the clocks of submitter, coordinator and silo may be apart."""
 
 
 class Gatekeeper:
@@ -342,8 +343,8 @@ class Gatekeeper:
             )
         if not queue.repeat:
             return
-        begun = signed - _AHEAD_SECONDS
-        if not 1 <= run <= MOST_RUNS or not came_due(queue.repeat, queue.zone, begun, run, time.time()):
+        begun, now = signed - _AHEAD_SECONDS, time.time() + _AHEAD_SECONDS
+        if not 1 <= run <= MOST_RUNS or not came_due(queue.repeat, queue.zone, begun, run, now):
             raise IdentityError(
                 f"job {step.job} is run {run} of a series that is due at {queue.repeat!r} ({queue.zone}) "
                 f"since it was signed, {age / 86400:.1f} days ago: that is more runs than have come due"

@@ -11,6 +11,7 @@ from cronsim import CronSim, CronSimError
 
 MOST_RUNS = 10_000
 """Runs of one series; then it is submitted again."""
+_FIELDS = 5
 _CHECKED_FROM = 1735689600.0
 """From when on an expression must ever come due: the first of January 2025."""
 
@@ -37,8 +38,9 @@ def came_due(repeat: str, zone: str, after: float, number: int, now: float) -> b
     return any(moment <= now for moment in islice(times, number - 1, number))
 
 
-def check_repetition(repeat: str, zone: str) -> None:
-    """Raises ValueError for an expression or a zone that is none, and for one that never comes due."""
+def check_repetition(repeat: str, zone: str, earliest: float) -> None:
+    """Raises ValueError for an expression or a zone that is none, and for one that never comes due from
+    `earliest` (Unix time) on."""
     try:
         ZoneInfo(zone)
     except (ZoneInfoNotFoundError, ValueError, OSError):
@@ -46,8 +48,10 @@ def check_repetition(repeat: str, zone: str) -> None:
             f"{zone!r} is no time zone that this machine knows; example: Europe/Zurich, or UTC"
         ) from None
     try:
-        next_due(repeat, zone, _CHECKED_FROM)
-    except (CronSimError, StopIteration) as error:
+        if (fields := len(repeat.split())) != _FIELDS:
+            raise CronSimError(f"it has {fields} fields")
+        next_due(repeat, zone, max(_CHECKED_FROM, earliest))
+    except (CronSimError, StopIteration, OverflowError) as error:
         why = f" ({error})" if str(error) else ", or never comes due"
         raise ValueError(
             f'{repeat!r} is no cron expression{why}; example: "0 3 * * *", minute, hour, day of the month, '

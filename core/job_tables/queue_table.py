@@ -25,7 +25,10 @@ def _moment(value: object) -> object:
         raise ValueError(f"{value!r} is not a time; example: 2026-12-01T20:00:00Z")
     if value.tzinfo is None:
         raise ValueError(f"{value.isoformat()} names no time zone; example: 2026-12-01T20:00:00Z")
-    return value.astimezone(UTC).isoformat()
+    try:
+        return value.astimezone(UTC).isoformat()
+    except OverflowError:
+        raise ValueError(f"{value.isoformat()} is beyond all years; example: 2026-12-01T20:00:00Z") from None
 
 
 def _size(value: str) -> str:
@@ -58,7 +61,7 @@ class QueueTable(Table):
     @model_validator(mode="after")
     def _comes_due(self) -> QueueTable:
         if self.repeat:
-            check_repetition(self.repeat, self.zone)
+            check_repetition(self.repeat, self.zone, self.earliest)
         elif self.zone != "UTC":
             raise ValueError("zone belongs to repeat; start and deadlines state theirs")
         return self
@@ -103,6 +106,17 @@ class ResourcesTable(Table):
     expected: Seconds | None = Field(
         None, gt=0, description='time that all its rounds take: "4h"; measured once a round has ended'
     )
+
+    @model_validator(mode="after")
+    def _some_silo_can_be_both(self) -> ResourcesTable:
+        for group in self.at_least:
+            for label, value in self.labels.items():
+                if (other := group.labels.get(label, value)) != value:
+                    raise ValueError(
+                        f"at_least waits for silos with {label} = {other!r}, and labels lets the job ask "
+                        f"those with {label} = {value!r} alone: no silo is both"
+                    )
+        return self
 
     @property
     def memory_bytes(self) -> int:

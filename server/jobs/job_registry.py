@@ -197,22 +197,38 @@ class JobRegistry:
 
     async def change(self, row: JobRow, event: m.Cancel | m.Pause | m.Resume | m.MovedInQueue) -> JobRow:
         """Cancels, pauses, resumes or moves a job that is not over; returns it as it is afterwards."""
-        runner = self._runners.get(row.id) or await self._take_up(row)
+        if (runner := self._runners.get(row.id)) is None:
+            runner = await self._taken_up_anew(row.id)
         await runner.inbox.tell(event)
         self.turns.look()
         return runner.row
+
+    async def _taken_up_anew(self, job: str) -> JobRunner:
+        """The driver of a job that had none: paused as broken, or over since somebody looked."""
+        async with self._submitting:
+            if (runner := self._runners.get(job)) is not None:
+                return runner
+            row = await self._services.database.read(lambda connection: store.stored_job(connection, job))
+            if row.status in FINAL:
+                raise ConfigError(f"job {job} ({row.name}) is {row.status} already; nothing was changed")
+            return await self._take_up(row)
 
     def places(self) -> list[tuple[JobRow, QueuePlace]]:
         """The jobs that are neither over nor paused as the queue has them: first those with a turn."""
         return [(self._runners[job].row, place) for job, place in self.turns.places()]
 
-    async def delete(self, row: JobRow, who: str) -> bool:
-        """Deletes a job that is over, once its driver has ended; False for one that goes on or is deleted."""
+    async def delete(self, row: JobRow, who: str) -> str:
+        """Deletes a job that is over, once its driver has ended; else says why not."""
         if row.status in FINAL and (task := self._tasks.get(row.id)) is not None:
             await asyncio.wait([task])
         # Nobody begins another job from its first model meanwhile.
         async with self._submitting:
-            return await self._services.retention.delete_job(row.id, who, self._services.clock())
+            for runner in self._runners.values():
+                if row.id in runner.after:  # Which is to begin after a restart, too.
+                    return f"{runner.row.name} comes after it and has not begun"
+            if await self._services.retention.delete_job(row.id, who, self._services.clock()):
+                return ""
+        return "it was deleted just now" if row.status in FINAL else "what goes on is cancelled first"
 
     def joined(self, client: AgentRow) -> None:
         """Tells every job whose task the agent has that it is connected."""
@@ -289,11 +305,8 @@ class JobRegistry:
         return tuple(found)
 
     async def _statuses(self, jobs: frozenset[str]) -> dict[str, str]:
-        """How jobs that are over stand, by identifier."""
-        rows = await self._services.database.read(store.listed_jobs)
-        known = {row.id: row.status for row in rows if row.id in jobs and row.status in FINAL}
-        listed = {row.id for row in rows}
-        return {**known, **dict.fromkeys(jobs - listed, store.DELETED)}
+        """How these jobs stand, by identifier."""
+        return await self._services.database.read(lambda connection: store.statuses(connection, jobs))
 
     async def _take_up(self, row: JobRow) -> JobRunner:
         """Makes the driver of a stored job and starts it."""

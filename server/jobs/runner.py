@@ -120,8 +120,8 @@ class JobRunner:
 
     @property
     def after(self) -> tuple[str, ...]:
-        """The identifiers of the jobs that it comes after."""
-        return tuple(self.row.snapshot.get("after", ()))
+        """The identifiers of the jobs that it comes after; none once it has begun."""
+        return () if self._engine.state.started else tuple(self.row.snapshot.get("after", ()))
 
     def contender(self, blocked: str) -> Contender | None:
         """The job as the queue sees it; None where it is paused or over."""

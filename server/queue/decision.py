@@ -36,8 +36,9 @@ def schedule(
 ) -> list[Standing]:
     """Those with a turn first, then those that wait, in their order.
 
-    `capacities`: of each silo what it has; one that is not named has room for one job. A silo that has less
-    than it gives away, because it says so since, gets it back from those with the lowest priority.
+    `capacities`: of each silo what it has. One that is not named has said nothing since the coordinator
+    began: it has room for one job, and takes nothing back from those that have it. One that has less than it
+    gives away, because it says so since, gets it back from those with the lowest priority.
     """
     return _Board(list(contenders), capacities, now, rules).standings()
 
@@ -73,6 +74,7 @@ class _Board:
         for amounts in silos.values():
             for resource, amount in amounts.items():
                 self._total[resource] += amount
+        self._unheard = frozenset(Spot("silo", name) for name in silos if name not in capacities)
         self._has = rules.places() | {Spot("silo", name): amounts for name, amounts in silos.items()}
         self._room = {place: dict(amounts) for place, amounts in self._has.items()}
         self._needs = {c.job: self._needs_of(c) for c in contenders}
@@ -144,6 +146,8 @@ class _Board:
         """Turns that a place has no room for any more, and why: the lowest go, until the rest fits."""
         back: dict[str, str] = {}
         for place, room in self._room.items():
+            if place in self._unheard:
+                continue
             short = {resource: -amount for resource, amount in room.items() if amount < 0}
             for contender in sorted(self._on[place], key=self._turns.index, reverse=True):
                 demand = self._needs[contender.job][place]

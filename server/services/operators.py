@@ -201,8 +201,7 @@ class OperatorService(operator_pb2_grpc.OperatorsServicer):
         row = await self._find(door.job_of(request), own=True)
         self._check_own(row)
         who = principal().label
-        if not await self._jobs.delete(row, who):
-            remedy = "it was deleted just now" if row.status in FINAL else "what goes on is cancelled first"
+        if remedy := await self._jobs.delete(row, who):
             message = f"job {row.id} ({row.name}) is {row.status} and was not deleted: {remedy}"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, message)
         log.info("%s deleted job %s", who, row.id, extra={"job": row.id})

@@ -161,6 +161,13 @@ def listed_jobs(connection: Connection) -> list[JobRow]:
     return [JobRow(**row._mapping, snapshot={}) for row in connection.execute(query)]
 
 
+def statuses(connection: Connection, jobs: Collection[str]) -> dict[str, str]:
+    """How these jobs stand, by identifier; of one that never was, DELETED."""
+    table = tables.jobs.c
+    found = connection.execute(sa.select(table.id, table.status).where(table.id.in_(jobs)))
+    return dict.fromkeys(jobs, DELETED) | {row.id: row.status for row in found}
+
+
 def unfinished_jobs(connection: Connection) -> list[JobRow]:
     """Those that a restarted coordinator must take up again, oldest first."""
     query = sa.select(tables.jobs).where(tables.jobs.c.status.not_in(FINAL)).order_by(tables.jobs.c.submitted)

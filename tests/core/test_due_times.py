@@ -62,6 +62,14 @@ def test_a_run_is_one_of_those_that_have_come_due() -> None:
         ('repeat = "0 3 * * *"\nzone = "Europe/Atlantis"', "'Europe/Atlantis' is no time zone"),
         ('repeat = "0 3 * * *"\nzone = "../etc/passwd"', "is no time zone"),
         ('zone = "Europe/Zurich"', "zone belongs to repeat"),
+        ('repeat = "0 0 3 * * *"', "it has 6 fields"),
+        ('repeat = "0 3 * * *"\nstart = 9999-12-31T23:59:00Z', "is no cron expression"),
+        ("start = 0001-01-01T00:00:00+14:00", "is beyond all years"),
+        (
+            'start = 2026-12-01T20:00:00Z\n[resources]\nlabels = { region = "north" }\n'
+            'at_least = [{ silos = 1, labels = { region = "south" } }]',
+            "at_least waits for silos with region = 'south'",
+        ),
     ],
 )
 def test_what_never_comes_due_is_refused(table: str, message: str) -> None:

@@ -185,3 +185,18 @@ def test_oort_draws_by_utility_above_the_cut_and_tries_new_ones() -> None:
     # In round 5 a share of 0.9 · 0.98⁴ = 0.83 of three is tried anew, while there are new ones.
     some = {"a": known["a"], "b": known["b"]}
     assert all({"c", "d"} <= set(chosen) for chosen in draw("oort", 3, 100, **some))
+
+
+@pytest.mark.parametrize("loss", [9.0, 1e300, -1e308])
+def test_what_one_client_makes_up_of_itself_hides_no_other(loss: float) -> None:
+    """It may win a place for itself: the other places go to those who would have them without it."""
+    known = {
+        n: Candidate(ClientInfo(n, examples=e), 4, 4, 4, 1.0, 10.0)
+        for n, e in zip("abc", (100, 98, 1), strict=True)
+    }
+    liar = Candidate(ClientInfo("d", examples=10**15), 4, 4, 4, loss, 10.0)
+    cohort = CohortTable(strategy="oort", size=2)
+    assert set(draw("oort", 2, 500, cohort, **known, d=liar)) == set(combinations("abd", 2))
+    # Who has not said counts as the others do, and not as what `d` says.
+    counts = draw("data_size", 2, 3000, a=known["a"], b=known["b"], d=liar)
+    assert min(counts[(n, "d")] for n in "abc") > 800

@@ -96,7 +96,8 @@ def in_series(row: JobRow, job: JobConfig, run: int, now: float) -> JobRow:
     queue = job.queue
     if not queue.repeat:
         return row
-    begins = next_due(queue.repeat, queue.zone, max(now, queue.earliest))
+    # Later than a second before `start`: also then.
+    begins = next_due(queue.repeat, queue.zone, max(now, queue.earliest - 1))
     name = f"{job.title[:90]}#{run}"
     more = int(run < MOST_RUNS)
     return replace(row, name=name, run=run, repeats=more, snapshot={**row.snapshot, "begins": begins})

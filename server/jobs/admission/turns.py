@@ -21,7 +21,7 @@ from roundtable.server.queue.decision import basis_of_turns, schedule
 from roundtable.server.queue.queue_rules import QueueRules
 from roundtable.server.queue.standing import Contender, Standing
 from roundtable.server.queue.timeline import Amounts
-from roundtable.server.store import AgentRow
+from roundtable.server.store import FINAL, AgentRow
 
 log = logging.getLogger("roundtable.server.jobs.turns")
 
@@ -53,7 +53,7 @@ class Turns:
         self._task: asyncio.Task[None] | None = None
         self._capacities: dict[str, Amounts] = {}
         self._learnt = 0
-        self._ended: dict[str, str] = {}
+        self._stand: dict[str, str] = {}
         self._decided: list[Standing] = []
         self._decided_on: object = None
 
@@ -136,8 +136,9 @@ class Turns:
     async def _decide(self) -> None:
         before = {job for runner in self._runners() if runner.waits for job in runner.after}
         living = {runner.row.id for runner in self._runners()}
-        if unknown := frozenset(before - living - self._ended.keys()):
-            self._ended |= await self._statuses(unknown)
+        over = {job for job, status in self._stand.items() if status in FINAL}
+        if unknown := frozenset(before - living - over):
+            self._stand |= await self._statuses(unknown)
         # Only now: jobs may have come meanwhile.
         runners = {runner.row.id: runner for runner in self._runners()}
         orders = []
@@ -175,7 +176,13 @@ class Turns:
         for job in runner.after:
             if job in living:
                 return f"it comes after {living[job]}, which is not finished"
-            if (status := self._ended.get(job, "finished")) != "finished":
+            status = self._stand.get(job)
+            if status is None:
+                return f"it comes after job {job[:8]}, and how that stands is being looked up"
+            if status not in FINAL:
+                # Nobody drives it: it could not be taken up.
+                return f"it comes after job {job[:8]}, which is {status}"
+            if status != "finished":
                 return (
                     f"it comes after job {job[:8]}, which is {status}: cancel this one, or submit both again"
                 )

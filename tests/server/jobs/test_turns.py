@@ -13,8 +13,12 @@ import torch
 from scripted_agent import ScriptedAgent
 from service import Operator, running
 
+from roundtable.core.errors import StorageError
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig
+from roundtable.server.jobs import job_registry
+from roundtable.server.jobs.job_driver import StoredJob, make_driver
+from roundtable.server.jobs.runner import JobRunner
 
 BOTH = "[cohort]\nsize = 2\ngrace = 0.2\n[evaluation]\nevery = 0\n"
 ONE = torch.ones(4)
@@ -149,8 +153,8 @@ async def test_a_turn_that_runs_goes_on_after_a_restart_before_the_others(
     ):
         running_job = (await olga.submit(BOTH, rounds=2, request="a")).id
         await Pair(alder, birch).round()
-        urgent = (await olga.submit(f"{BOTH}[queue]\npriority = 9", rounds=1, request="b")).id
         await alder.expect("instruction")
+        urgent = (await olga.submit(f"{BOTH}[queue]\npriority = 9", rounds=1, request="b")).id
     async with (
         running(config) as coordinator,
         Operator(coordinator.port, certificates / "olga") as olga,
@@ -182,6 +186,47 @@ async def test_a_job_comes_after_others_and_says_so_if_they_do_not_finish(
     await until_queue(operator, lambda q: "which is cancelled: cancel this one" in q[orphan].reason)
     with pytest.raises(grpc.aio.AioRpcError, match=r"queue\.after: there is no job 'nothing'"):
         await operator.submit(f'{BOTH}[queue]\nafter = ["nothing"]', request="none")
+
+
+async def test_a_job_comes_after_one_that_could_not_be_taken_up_and_its_predecessor_stays(
+    settings: Callable[..., ServerConfig], certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as olga,
+        ScriptedAgent(coordinator.port, certificates / "alder") as alder,
+        ScriptedAgent(coordinator.port, certificates / "birch") as birch,
+    ):
+        done = (await olga.submit(BOTH, rounds=1, request="done")).id
+        assert await Pair(alder, birch).round() == done
+        await olga.watch_until(done, "finished")
+        first = (await olga.submit(BOTH, rounds=1, request="first")).id
+        await until_queue(olga, lambda q: not q[first].place)
+        then = (await olga.submit(f'{BOTH}[queue]\nafter = ["{done}", "{first}"]', request="then")).id
+        with pytest.raises(grpc.aio.AioRpcError, match="t comes after it and has not begun"):
+            await olga.stub.DeleteJob(operator_pb2.JobRequest(job=done))
+
+    def spoiled(stored: StoredJob, *rest: Any) -> JobRunner:
+        if stored.row.id == first:
+            raise StorageError("its model cannot be read")
+        return make_driver(stored, *rest)
+
+    monkeypatch.setattr(job_registry, "make_driver", spoiled)
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as olga,
+        ScriptedAgent(coordinator.port, certificates / "alder") as alder,
+        ScriptedAgent(coordinator.port, certificates / "birch") as birch,
+    ):
+        found = await until_queue(olga, lambda q: "which is paused" in q[then].reason)
+        assert found[then].place == 1
+        monkeypatch.undo()
+        # Two operators at once: one driver takes the job up.
+        resume = operator_pb2.JobRequest(job=first)
+        await asyncio.gather(*(olga.stub.ResumeJob(resume) for _ in range(2)))
+        pair = Pair(alder, birch)
+        assert [await pair.round(), await pair.round()] == [first, then]
 
 
 async def test_a_job_asks_only_silos_that_have_what_it_needs(

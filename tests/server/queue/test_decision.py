@@ -108,6 +108,9 @@ def test_a_silo_that_has_less_than_it_gave_away_gets_it_back_from_the_lowest() -
     assert [each.verdict for each in found.values()] == ["runs", "runs", "yields"]
     assert found["b"].reason == "x has no room for it any more"
     assert all(each.verdict == "runs" for each in decided(*turns, x={"jobs": 3.0}).values())
+    # A silo that has said nothing since the coordinator began has not said that it has less.
+    unheard = decided(*turns, contender("d", "x", since=1.0))
+    assert [each.verdict for each in unheard.values()] == ["runs", "runs", "runs", "waits"]
 
 
 def test_who_slips_in_keeps_nobody_from_the_turn_that_is_promised() -> None:
