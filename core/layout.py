@@ -93,7 +93,7 @@ class Layout:
         Raises LayoutError for a tensor whose dtype cannot be carried and for entries that are no tensors.
         """
         rules = rules or LayoutRules()
-        state = _state_of(model)
+        state = carried_state(model)
         parameters = (
             dict(model.named_parameters(remove_duplicate=False)) if isinstance(model, nn.Module) else None
         )
@@ -102,12 +102,6 @@ class Layout:
         rules_of: dict[str, Rule] = {}
         offset = 0
         for name, tensor in state.items():
-            check_name(name)
-            if tensor.dtype not in _DTYPE_NAMES:
-                raise LayoutError(
-                    f"tensor {name!r} has dtype {tensor.dtype}, which cannot be carried; "
-                    f"use one of {', '.join(DTYPES)}, or register it as a non-persistent buffer"
-                )
             kind: Kind = "parameter" if parameters is None or name in parameters else "buffer"
             frozen = parameters is not None and kind == "parameter" and not parameters[name].requires_grad
             rule = rules.rule_for(name, kind, tensor.dtype, frozen)
@@ -300,6 +294,24 @@ class Layout:
         if base is None or base.dim() != 1 or base.numel() != self.size or base.requires_grad:
             return None
         return base
+
+
+def carried_state(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a module, with or without values, or a copy of one.
+
+    Raises LayoutError for a name, an entry or a dtype that no layout has.
+    """
+    state = _state_of(source)
+    check_number(len(state))
+    for name, tensor in state.items():
+        check_name(name)
+        if tensor.dtype not in _DTYPE_NAMES:
+            instead = "its real and imaginary parts (torch.view_as_real), or " if tensor.is_complex() else ""
+            raise LayoutError(
+                f"tensor {name!r} has dtype {tensor.dtype}, which cannot be carried; use {instead}"
+                f"one of {', '.join(DTYPES)}, or register it as a non-persistent buffer"
+            )
+    return state
 
 
 def _state_of(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -160,6 +160,8 @@ class _BlockRun:
         if self._again or not torch.is_grad_enabled():
             return
         if index == 0:
+            if self._run is not None:
+                raise self._apart(f"{self._names[0]} runs again before {self._names[-1]} has run")
             self._rest, self._options = inputs[1:], options
             self._run = _checkpoint_without_reentrant_generator(
                 self._forward,
@@ -174,10 +176,13 @@ class _BlockRun:
             )
             next(self._run)
         elif not self._follows(inputs, options):
-            raise TaskError(
-                f"checkpointing = 'sqrt' runs {self._names[0]} to {self._names[-1]} in a row, and "
-                f"{self._names[index]} gets something else than the block before it gives; use 'every'"
-            )
+            raise self._apart(f"{self._names[index]} gets something else than the block before it gives")
+
+    def _apart(self, what: str) -> TaskError:
+        return TaskError(
+            f"checkpointing = 'sqrt' runs {self._names[0]} to {self._names[-1]} in a row, and {what}; use "
+            "'every'"
+        )
 
     def _follows(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> bool:
         same = bool(inputs) and _alike((inputs[1:], options), (self._rest, self._options))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -83,7 +84,8 @@ class Trace:
     the model, but for what shared batch normalisation keeps. `arguments` are what each module was first
     called with: (positional, by name). `generators` are those of the task's own that were drawn from, with
     the names of the modules. `outside` are weights that are read where no block, or model, that has them
-    runs, `borrowed` layers whose weights others read, `ignored` labels that a mean over classes leaves out.
+    runs, `borrowed` layers whose weights others read, `ignored` labels that a mean over classes leaves out,
+    `strayed` blocks, but for the last, whose output is read by something else than the next one.
     """
 
     examples: int
@@ -100,6 +102,7 @@ class Trace:
     outside: dict[str, str] = field(default_factory=dict)
     borrowed: set[str] = field(default_factory=set)
     ignored: set[int] = field(default_factory=set)
+    strayed: set[str] = field(default_factory=set)
 
     @cached_property
     def whole_calls(self) -> int:
@@ -194,7 +197,7 @@ def trace(
     half = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
     writes = PassWrites(model, fakes, fake=mode is not None)
     recorder = _CallRecorder(model, stack, result, sharded, writes)
-    with mode or nullcontext(), recorder, _named(model, stack, result), half:
+    with mode or nullcontext(), recorder, _named(model, stack, result, recorder.passed), half:
         try:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = task.loss(model, fakes)
@@ -272,12 +275,27 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack = stack
         self._found = result
         self._sharded = sharded
-        blocks = standing_alone(model, find_blocks(model))
+        found = find_blocks(model)
+        self._following = dict(pairwise(found))
+        # What blocks gave, by memory, and kept so that nothing else gets the address.
+        self._passed: dict[int, tuple[str, Any]] = {}
+        blocks = standing_alone(model, found)
         self._owners: dict[int, tuple[str, str, set[str]]] = {}
         for name, each in model.named_parameters(remove_duplicate=False):
             first = name, holder_of(name, blocks), set[str]()
             held = self._owners.setdefault(each.untyped_storage()._cdata, first)
             held[2].add(name.rpartition(".")[0])
+
+    def passed(self, name: str, output: Any) -> None:
+        """What a module gave."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and not leaf.is_sparse:
+                place = leaf.untyped_storage()._cdata
+                if name in self._following:
+                    self._passed[place] = name, leaf
+                elif name in self._following.values():
+                    # The last block's: in the memory of its input, where it adds in place.
+                    self._passed.pop(place, None)
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -285,7 +303,7 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **kwargs)
         drawn = draws(func, args, kwargs)
         self._writes.note(func, args, kwargs, output, drawn=drawn)
-        self._note_weights(args)
+        self._note_sources(args)
         if func in _CLASSES and args[3] == 1:
             self._found.ignored.add(int(args[4]))
         if func in COSTLY:
@@ -303,12 +321,17 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         return output
 
-    def _note_weights(self, args: Any) -> None:
-        """Which weights an operation takes outside of their layers, or of the block that gathers them."""
+    def _note_sources(self, args: Any) -> None:
+        """Which weights an operation takes outside of their layers, or of the block that gathers them, and
+        what blocks gave outside of the next one.
+        """
         running = self._stack[1:]
         for leaf in tree_leaves(args):
             if isinstance(leaf, Tensor) and not leaf.is_sparse:
                 place = leaf.untyped_storage()._cdata
+                giver, _ = self._passed.get(place, ("", None))
+                if giver and self._following[giver] not in running:
+                    self._found.strayed.add(giver)
                 name, holder, owners = self._owners.get(place, ("", "", set()))
                 if name and self._stack[-1] not in owners:
                     self._found.borrowed.update(owners)
@@ -317,11 +340,13 @@ class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _named(model: nn.Module, stack: list[str], result: Trace) -> Iterator[None]:
-    """Keeps the name of the running module on `stack`, and records each call."""
+def _named(
+    model: nn.Module, stack: list[str], result: Trace, passed: Callable[[str, Any], None]
+) -> Iterator[None]:
+    """Keeps the name of the running module on `stack`, and records each call; tells `passed` what it gave."""
     handles = []
     for name, module in model.named_modules():
-        before, after = _hooks(name, stack, result)
+        before, after = _hooks(name, stack, result, passed)
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
     try:
@@ -331,7 +356,9 @@ def _named(model: nn.Module, stack: list[str], result: Trace) -> Iterator[None]:
             handle.remove()
 
 
-def _hooks(name: str, stack: list[str], result: Trace) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(
+    name: str, stack: list[str], result: Trace, passed: Callable[[str, Any], None]
+) -> tuple[Callable[..., None], Callable[..., None]]:
     def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         stack.append(name)
         result.arguments.setdefault(name, (inputs, named))
@@ -341,6 +368,7 @@ def _hooks(name: str, stack: list[str], result: Trace) -> tuple[Callable[..., No
         shapes = tuple(tuple(value.shape) if isinstance(value, Tensor) else None for value in inputs)
         shape = tuple(output.shape) if isinstance(output, Tensor) else None
         result.calls.append(ModuleCall(name, shapes, shape))
+        passed(name, output)
         if name == "":
             result.output = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 

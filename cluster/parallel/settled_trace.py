@@ -1,18 +1,22 @@
-"""Traces a task's loss as often as it takes to tell what every pass changes of the model."""
+"""Traces a task's loss as often as it takes to tell what every pass changes; tries a batch's loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from roundtable.cluster.parallel.anatomy import Rewritten, attributes_of
 from roundtable.cluster.parallel.forward_trace import Trace, trace
+from roundtable.cluster.parallel.pipeline_stages import FixedOutput
 from roundtable.core.errors import TaskError
+from roundtable.core.seeds import isolated_randomness
 from roundtable.core.task import Task
 
 
@@ -81,3 +85,48 @@ def _by_examples(
 
 def _alike(one: Any, other: Any) -> bool:
     return one is other or (not isinstance(one, Tensor) and bool(one == other))
+
+
+def is_whole_loss(task: Task, traced: Trace, batches: Sequence[Any]) -> bool:
+    """Whether a batch's loss is another than the mean of its examples' losses.
+
+    Of the first batch for which the loss takes a made-up output in the place of the model's, two parts are
+    tried. Where none does, as the model computes its own loss, a mean over classes tells that leaves out
+    labels of which examples have different numbers.
+    """
+    call = next((each for each in traced.calls if each.name == ""), None)
+    chance = any(each.name == "" for each in traced.draws)
+    if call is not None and call.output and call.output[0] == traced.examples and not chance:
+        for batch in batches:
+            if (found := _differs_in_parts(task, call.output[1:], batch)) is not None:
+                return found
+    labels = [leaf for leaf in tree_leaves(batches[0]) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    counts = [(leaf == each).flatten(1).sum(1) for leaf in labels for each in traced.ignored]
+    return any(bool((each != each[0]).any()) for each in counts)
+
+
+def _differs_in_parts(task: Task, shape: Sequence[int], batch: Any) -> bool | None:
+    """None where the loss does not take a made-up output."""
+    length = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    cut = length // 2 - (length % 2 == 0)
+    if cut < 1:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    wide = 3.0 * torch.randn(length, *shape, generator=generator)
+    for made in (wide, wide.sigmoid()):
+
+        def loss_of(first: int, after: int, made: Tensor = made) -> float:
+            def part(tensor: Tensor) -> Tensor:
+                return tensor[first:after] if tensor.dim() and len(tensor) == length else tensor
+
+            with isolated_randomness(1, torch.device("cpu")), torch.no_grad():
+                return float(task.loss(FixedOutput(made[first:after]), tree_map_only(Tensor, part, batch)))
+
+        try:
+            whole, one, other = loss_of(0, length), loss_of(0, cut), loss_of(cut, length)
+        except Exception:  # noqa: BLE001 - a loss may want probabilities, or more of a model than an output
+            continue
+        if math.isfinite(whole):
+            mean = (cut * one + (length - cut) * other) / length
+            return not math.isclose(whole, mean, rel_tol=1e-3, abs_tol=1e-6)
+    return None

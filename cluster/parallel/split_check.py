@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from roundtable.cluster.parallel.anatomy import reached_from
-from roundtable.cluster.parallel.forward_trace import Trace, quietly
+from roundtable.cluster.parallel.forward_trace import quietly
 from roundtable.cluster.parallel.packed_layers import (
     inputs_of_layer,
     outputs_of,
@@ -22,9 +22,6 @@ from roundtable.cluster.parallel.packed_layers import (
     take_inputs,
     take_outputs,
 )
-from roundtable.cluster.parallel.pipeline_stages import FixedOutput
-from roundtable.core.seeds import isolated_randomness
-from roundtable.core.task import Task
 
 _RANKS = 2
 _LENGTH = 16
@@ -268,46 +265,123 @@ def _part_of(
     return part
 
 
-def is_whole_loss(task: Task, traced: Trace, batches: Sequence[Any]) -> bool:
-    """Whether a batch's loss is another than the mean of its examples' losses.
+def wrong_spread(
+    block: nn.Module,
+    layers: Mapping[str, str],
+    inner: Mapping[str, str],
+    entry: str,
+    arguments: tuple[Any, Any],
+) -> str:
+    """Why a block does with half of the sequence something else than with all of it; empty where it does not.
 
-    Of the first batch for which the loss takes a made-up output in the place of the model's, two parts are
-    tried. Where none does, as the model computes its own loss, a mean over classes tells that leaves out
-    labels of which examples have different numbers.
+    `layers` are its split layers with their styles, `inner` the parts that get all of the sequence, with the
+    name of that argument (empty: the first), as `entry` for the block. Dense layers copy and cut what they
+    are given: what mixes or counts places beside them is what is looked for.
     """
-    call = next((each for each in traced.calls if each.name == ""), None)
-    chance = any(each.name == "" for each in traced.draws)
-    if call is not None and call.output and call.output[0] == traced.examples and not chance:
-        for batch in batches:
-            if (found := _differs_in_parts(task, call.output[1:], batch)) is not None:
-                return found
-    labels = [leaf for leaf in tree_leaves(batches[0]) if isinstance(leaf, Tensor) and leaf.dim() > 1]
-    counts = [(leaf == each).flatten(1).sum(1) for leaf in labels for each in traced.ignored]
-    return any(bool((each != each[0]).any()) for each in counts)
+    try:
+        with quietly(), torch.no_grad():
+            values = _values(block)
+            values_only = tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, arguments)
+            try:
+                trial = _Spread(block, values, layers, inner, entry, _made_up(values_only, _LENGTH))
+            except Exception:  # noqa: BLE001 - it may have tables of the whole length
+                trial = _Spread(block, values, layers, inner, entry, _made_up(values_only, None))
+            return trial.difference()
+    except Exception as error:  # noqa: BLE001 - as above
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
-def _differs_in_parts(task: Task, shape: Sequence[int], batch: Any) -> bool | None:
-    """None where the loss does not take a made-up output."""
-    length = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)
-    cut = length // 2 - (length % 2 == 0)
-    if cut < 1:
-        return None
-    generator = torch.Generator().manual_seed(1)
-    wide = 3.0 * torch.randn(length, *shape, generator=generator)
-    for made in (wide, wide.sigmoid()):
+class _Apart(Exception):
+    """A part of a block got something else than its half of what it gets in the whole."""
 
-        def loss_of(first: int, after: int, made: Tensor = made) -> float:
-            def part(tensor: Tensor) -> Tensor:
-                return tensor[first:after] if tensor.dim() and len(tensor) == length else tensor
 
-            with isolated_randomness(1, torch.device("cpu")), torch.no_grad():
-                return float(task.loss(FixedOutput(made[first:after]), tree_map_only(Tensor, part, batch)))
+class _Spread:
+    """A block on made-up numbers, whole and on each half of the sequence, as ranks would run it."""
 
-        try:
-            whole, one, other = loss_of(0, length), loss_of(0, cut), loss_of(cut, length)
-        except Exception:  # noqa: BLE001 - a loss may want probabilities, or more of a model than an output
-            continue
-        if math.isfinite(whole):
-            mean = (cut * one + (length - cut) * other) / length
-            return not math.isclose(whole, mean, rel_tol=1e-3, abs_tol=1e-6)
-    return None
+    def __init__(
+        self,
+        block: nn.Module,
+        values: dict[int, Tensor],
+        layers: Mapping[str, str],
+        inner: Mapping[str, str],
+        entry: str,
+        arguments: tuple[Any, Any],
+    ) -> None:
+        """Runs it whole."""
+        self._model = deepcopy(block, dict(values)).eval()
+        self._entry = entry
+        self._arguments = arguments
+        self._half: int | None = None
+        self._seen: list[Tensor] = []
+        self._waiting: Iterator[Tensor] = iter(())
+        for name, style in layers.items():
+            layer: Any = self._model.get_submodule(name)
+            layer.forward = partial(_copied, outputs_of(layer))
+            if style == "row":
+                layer.register_forward_hook(self._scattered)
+        for name, key in inner.items():
+            part = self._model.get_submodule(name)
+            part.register_forward_pre_hook(partial(self._gathered, key), with_kwargs=True)
+        self._whole = self._run()
+
+    def difference(self) -> str:
+        """What the halves differ in; empty without a difference."""
+        for self._half in range(_RANKS):
+            self._waiting = iter(self._seen)
+            try:
+                found = self._run()
+            except _Apart:
+                return "what its split parts get depends on other places of the sequence"
+            if not _close(found, self._cut(self._whole)):
+                return "what it gives depends on other places of the sequence"
+        return ""
+
+    def _run(self) -> Tensor:
+        inputs, named = self._arguments
+        if self._half is not None:
+            inputs, named = _replaced(inputs, named, self._entry, self._cut)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(1)
+            output: Tensor = self._model(*inputs, **named)
+        return output
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        assert self._half is not None
+        length = whole.shape[1] // _RANKS
+        return whole.narrow(1, self._half * length, length)
+
+    def _scattered(self, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output if self._half is None else self._cut(output)
+
+    def _gathered(self, key: str, part: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
+        def gather(mine: Tensor) -> Tensor:
+            if self._half is None:
+                self._seen.append(mine)
+                return mine
+            whole = next(self._waiting)
+            if not _close(mine, self._cut(whole)):
+                raise _Apart
+            return whole
+
+        return _replaced(inputs, named, key, gather)
+
+
+def _replaced(
+    inputs: Any, named: Any, key: str, made: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with what `made` makes of the one of this name, or of the first."""
+    if key:
+        return tuple(inputs), {**named, key: made(named[key])}
+    return (made(inputs[0]), *inputs[1:]), dict(named)
+
+
+def _copied(outputs: int, x: Tensor) -> Tensor:
+    """[..., in] → [..., outputs]: each place by itself."""
+    times = -(-outputs // x.shape[-1])
+    return x.repeat(*(1,) * (x.dim() - 1), times)[..., :outputs]
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return bool((one - other).abs().max() <= _TOLERANCE * other.abs().max().clamp(min=1e-30))

@@ -12,18 +12,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from roundtable.cluster.parallel.anatomy import Anatomy, repeated_blocks
 from roundtable.cluster.parallel.experts import MixtureOfExperts
 from roundtable.cluster.parallel.forward_trace import Trace, unheard
 from roundtable.cluster.parallel.packed_layers import inputs_of_layer, is_dense, outputs_of
+from roundtable.cluster.parallel.split_check import wrong_spread
 from roundtable.cluster.parallel.split_finder import SplitFinder, is_heads, is_norm
 from roundtable.core.errors import TaskError
 
 Style = Literal["column", "row", "vocabulary", "head", "attention"]
+_PARTS = "some of several parts"
 _HEAD_WIDTH = re.compile(r"(attention_)?head_(dim|size)|key_value_proj_dim|d_(kv|head)|dim_head")
 
 
@@ -74,7 +77,36 @@ class TensorParallel:
             return (
                 f"no part of a block can be split by structure ({reasons}); give the task a tensor_parallel()"
             )
-        return next((reason for reason in self._uneven(model, degree) if reason), "")
+        return next((reason for reason in (self._tied(model), *self._uneven(model, degree)) if reason), "")
+
+    def _tied(self, model: nn.Module) -> str:
+        """Two names of one parameter that ranks would hold in two ways; empty without any."""
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            other = first.setdefault(id(parameter), name)
+            if other == name:
+                continue
+            one, two = self._held(model, other), self._held(model, name)
+            if one != two or one == _PARTS:
+                return (
+                    f"{other} and {name} are one parameter, of which ranks would hold {one} and {two}; use "
+                    "zero3 without tp, or untie them"
+                )
+        return ""
+
+    def _held(self, model: nn.Module, parameter: str) -> str:
+        """What each rank holds of a parameter."""
+        owner, _, key = parameter.rpartition(".")
+        module = model.get_submodule(owner)
+        layer = next((name for name in self.styles if model.get_submodule(name) is module), owner)
+        style = self.styles.get(layer)
+        if style == "attention" or len(self.packed.get(layer, ())) > 1:
+            return _PARTS
+        if style == "row" and key == "weight":
+            return "a part of its inputs"
+        if style == "row" or owner in self.head_norms:
+            return "all of it, for parts of heads or columns"
+        return "all of it" if style is None else "a part of its outputs"
 
     def _uneven(self, model: nn.Module, degree: int) -> Iterator[str]:
         for name, key in (*self.heads, *((name, "num_heads") for name in self.attentions)):
@@ -139,6 +171,7 @@ def find_tensor_parallel(
     if styles and anatomy.blocks:
         styles = {**_ends(model, anatomy, order, traced.borrowed), **styles}
     norms, no_sequence = _norms(model, anatomy, styles, inner, head_norms, traced)
+    no_sequence = no_sequence or _mixed(model, anatomy, styles, inner, traced, told)
     if any(isinstance(module, MixtureOfExperts) and module.ordered for module in model.modules()):
         no_sequence = (
             "its experts take an example's tokens in their order, and each rank would have a part of them"
@@ -275,7 +308,60 @@ def _norms(
                 return (), f"{full} is neither a norm nor split"
         if any(True for _ in module.parameters(recurse=False)):
             return (), f"{block} has parameters of its own"
-    shapes = {call.output for call in traced.calls if call.name in anatomy.blocks}
+    reason = _no_row(anatomy, traced) or _tied_norm(model, anatomy, norms)
+    return (() if reason else tuple(norms)), reason
+
+
+def _tied_norm(model: nn.Module, anatomy: Anatomy, norms: Sequence[str]) -> str:
+    """A parameter that a norm between split parts shares with what is none; empty without one."""
+    known = {id(model.get_submodule(name)) for name in norms}
+
+    def between(parameter: str) -> bool:
+        owner = model.get_submodule(parameter.rpartition(".")[0])
+        return id(owner) in known and anatomy.unit_of(parameter) in anatomy.blocks
+
+    for pair in anatomy.tied:
+        if between(pair[0]) != between(pair[1]):
+            return f"{pair[0]} and {pair[1]} are one parameter, of a norm between split parts and of another"
+    return ""
+
+
+def _no_row(anatomy: Anatomy, traced: Trace) -> str:
+    """Why what blocks hand on cannot lie in parts from the first to the last; empty where it can."""
+    calls = [call for call in traced.calls if call.name in anatomy.blocks]
+    if [call.name for call in calls] != list(anatomy.blocks):
+        return f"blocks are not called once each, from {anatomy.blocks[0]} to {anatomy.blocks[-1]}"
+    if traced.strayed:
+        return f"what {min(traced.strayed)} gives is read by other code than the next block"
+    shapes = {call.output for call in calls}
     if len(shapes) != 1 or len(next(iter(shapes)) or ()) != 3:
-        return (), "blocks do not pass on one tensor of shape [batch, sequence, width]"
-    return tuple(norms), ""
+        return "blocks do not pass on one tensor of shape [batch, sequence, width]"
+    return ""
+
+
+def _mixed(
+    model: nn.Module,
+    anatomy: Anatomy,
+    styles: Mapping[str, Style],
+    inner: Mapping[str, Stream],
+    traced: Trace,
+    told: Callable[[str], None],
+) -> str:
+    """A block that beside its split parts looks at other places of the sequence; empty where none does."""
+    known: set[Any] = set()
+    for name in anatomy.blocks:
+        block = model.get_submodule(name)
+        arguments = traced.arguments[name]
+        shapes = [(key, tuple(value.shape)) for key, value in block.named_parameters()]
+        given = [tuple(leaf.shape) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        key = type(block), tuple(shapes), tuple(given)
+        if key in known:
+            continue
+        known.add(key)
+        told(f"trying whether {name} can have a part of the sequence")
+        start = len(name) + 1
+        within = {each[start:]: stream.name for each, stream in inner.items() if each.startswith(f"{name}.")}
+        layers = {each[start:]: style for each, style in styles.items() if each.startswith(f"{name}.")}
+        if reason := wrong_spread(block, layers, within, _stream(traced, name).name, arguments):
+            return f"{name} ({type(block).__name__}): {reason}"
+    return ""

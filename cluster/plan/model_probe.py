@@ -41,16 +41,16 @@ from roundtable.cluster.parallel.pipeline_stages import (
     partition,
     refuse_cut,
 )
-from roundtable.cluster.parallel.settled_trace import settled_trace
+from roundtable.cluster.parallel.settled_trace import is_whole_loss, settled_trace
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.split_attention import split_attention
-from roundtable.cluster.parallel.split_check import is_whole_loss
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_tensor_parallel, from_task
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
 from roundtable.cluster.plan.arithmetic import count_work, optimizer_cost
 from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.core.errors import RoundtableError, TaskError
+from roundtable.core.layout import carried_state
 from roundtable.core.seeds import isolated_randomness
 from roundtable.core.task import Task, initial_state
 
@@ -77,8 +77,8 @@ def probe_model(
 
     `data` are the training data: streamed ones say by their kind what no plan may do with them. `told` hears
     how far it is: large models take a minute.
-    Raises TaskError with what the task raises, and NotTraceable where it needs values of a model that is too
-    large for this machine's memory.
+    Raises TaskError with what the task raises, LayoutError for a tensor that no job carries, and
+    NotTraceable where it needs values of a model that is too large for this machine's memory.
     """
     batch = example_batch(data)
     told("tracing the model on the first examples")
@@ -88,6 +88,7 @@ def probe_model(
         raise
     except Exception as error:
         raise TaskError(_said(task, error)) from error
+    carried_state(model)
     anatomy = dissect(model)
     if not any(weight.trainable for weight in anatomy.weights):
         raise TaskError(f"{type(task).__name__}'s model has no parameters to train")
@@ -348,7 +349,9 @@ def cannot_run(task: Task, anatomy: Anatomy, batch: Any) -> str:
     mode, model = fake_model(task)
     checkpoint_blocks(model, anatomy.blocks, Strategy(checkpointing="sqrt"))
     try:
-        trace(task, mode, model, batch)
+        called = {call.name for call in trace(task, mode, model, batch).calls}
     except TaskError as error:
         return str(error)
+    if idle := next((block for block in anatomy.blocks if block not in called), ""):
+        return f"checkpointing = 'sqrt' runs all blocks, and {idle} is not called; use 'every'"
     return ""

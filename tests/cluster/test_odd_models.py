@@ -44,7 +44,7 @@ from torch.nn import functional as F
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.choice.planner import make_plan
 from roundtable.cluster.parallel.forward_trace import fake_model, trace
-from roundtable.cluster.parallel.split_check import is_whole_loss
+from roundtable.cluster.parallel.settled_trace import is_whole_loss
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.arithmetic import optimizer_cost
 from roundtable.cluster.plan.links import Links
