@@ -5,6 +5,7 @@
     python benchmarks/load.py --quick               # 100 agents, rounds of 20
     python benchmarks/load.py --relays 4            # the same agents behind relays
     python benchmarks/load.py --agents 10000 --cohort 1000 --rounds 3 --dial 50 --heartbeat 30
+    python benchmarks/load.py --one-door            # operators connect where agents do
     python benchmarks/load.py --bare                # what their connections alone cost a server of gRPC
 
 The agents are light (light_agents.py): many to a process, each with its own certificate, connection (gRPC
@@ -31,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -121,11 +122,15 @@ def coordinator(
     metrics: str = "",
     program: str = COORDINATOR,
     heartbeat: float = HEARTBEAT,
+    operators: int = 0,
 ) -> Iterator[psutil.Process]:
-    """A coordinator in a process of its own; where it answers for its metrics, if anywhere."""
+    """A coordinator in a process of its own; where it answers for its metrics, if anywhere, and the port of
+    operators, 0 where they connect at the same one as agents."""
     values = {"listen": f"127.0.0.1:{port}", "state": "state", "credentials": "hub", "heartbeat": heartbeat}
     if metrics:
         values["metrics"] = metrics
+    if operators:
+        values["operators"] = f"127.0.0.1:{operators}"
     file = folder / "coordinator.toml"
     settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
     file.write_text(f"{settings}[quotas]\nconnections = 100000\n")
@@ -158,6 +163,7 @@ class Load:
         regions: int = 0,
         dial: float = 0.0,
         heartbeat: float = HEARTBEAT,
+        one_door: bool = False,
     ) -> None:
         self.dial, self.heartbeat = dial, heartbeat
         self.folder, self.agents, self.cohort, self.rounds = folder, agents, cohort, rounds
@@ -165,6 +171,7 @@ class Load:
         self._each = min(AGENTS_A_PROCESS, -(-agents // max(1, regions)))
         self.train = train
         self.port = free_port()
+        self._operators = 0 if one_door else free_port()
         self.started: dict[int, float] = {}
 
     def prepare(self) -> None:
@@ -182,9 +189,9 @@ class Load:
     def run(self) -> None:
         """The whole programme, printed as it goes."""
         with (
-            coordinator(self.folder, self.port, heartbeat=self.heartbeat) as process,
+            self._coordinator() as process,
             relays(self.folder, self.port, self.regions, self.heartbeat) as self._through,
-            OperatorClient(f"localhost:{self.port}", self.folder / "olga") as operator,
+            self._operator() as operator,
         ):
             before = process.memory_info().rss
             with self._asking("while they connected"):
@@ -199,6 +206,12 @@ class Load:
             process.wait()
             self._storm(operator)
             self._latencies(workers)
+
+    def _coordinator(self) -> AbstractContextManager[psutil.Process]:
+        return coordinator(self.folder, self.port, heartbeat=self.heartbeat, operators=self._operators)
+
+    def _operator(self) -> OperatorClient:
+        return OperatorClient(f"localhost:{self._operators or self.port}", self.folder / "olga")
 
     def bare(self) -> None:
         """What the agents' connections and streams alone cost a server that does nothing with them."""
@@ -220,8 +233,7 @@ class Load:
 
     def _storm(self, operator: OperatorClient) -> None:
         """The coordinator was killed: it starts again, and all agents come back at once."""
-        held = coordinator(self.folder, self.port, heartbeat=self.heartbeat)
-        with held as process:
+        with self._coordinator() as process:
             with self._asking("in the storm"):
                 here, seconds = self._until_back(operator)
                 print(
@@ -260,7 +272,7 @@ class Load:
         over, took = threading.Event(), list[float]()
 
         def ask() -> None:
-            with OperatorClient(f"localhost:{self.port}", self.folder / "olga") as operator:
+            with self._operator() as operator:
                 while not over.wait(0.25):
                     began = time.monotonic()
                     with suppress(UnavailableError):
@@ -396,6 +408,7 @@ def main() -> int:
         "--dial", type=float, default=0.0, help="agents that dial in a second; 0: all at once"
     )
     parser.add_argument("--heartbeat", type=float, default=HEARTBEAT, help="seconds")
+    parser.add_argument("--one-door", action="store_true", help="operators have no address of their own")
     parser.add_argument("--bare", action="store_true", help="only what the connections cost")
     chosen = parser.parse_args()
     agents, cohort = (100, 20) if chosen.quick else (chosen.agents, chosen.cohort)
@@ -409,6 +422,7 @@ def main() -> int:
             regions=chosen.relays,
             dial=chosen.dial,
             heartbeat=chosen.heartbeat,
+            one_door=chosen.one_door,
         )
         load.prepare()
         if chosen.bare:

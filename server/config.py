@@ -78,6 +78,11 @@ class ServerConfig(Table):
         description="address and port without client certificates, for invited silos and operators with "
         "tokens; empty: there is none",
     )
+    operators: str = Field(
+        "",
+        description="address and port where operators connect, with certificates, so that `listen` is for "
+        "agents and relays alone; empty: operators connect at `listen`, too",
+    )
     certificate_days: float = Field(
         90.0, gt=0, le=800, description="validity of an enrolled silo's certificates; renewed by themselves"
     )
@@ -197,7 +202,7 @@ class ServerConfig(Table):
             raise ValueError("the bucket itself is not a place for copies of what it holds")
         return value
 
-    @field_validator("listen", "enrolment", "metrics")
+    @field_validator("listen", "operators", "enrolment", "metrics")
     @classmethod
     def _address(cls, value: str, info: ValidationInfo) -> str:
         if not value and info.field_name != "listen":

@@ -12,12 +12,9 @@ from contextlib import AsyncExitStack, closing
 from functools import partial
 from pathlib import Path
 
-import grpc
-
 from roundtable.aggregation.shards.named_workers import shard_workers
 from roundtable.core.allocator import settle_imports, tune_for_transfers
 from roundtable.core.errors import IdentityError, StorageError
-from roundtable.core.evidence.release import release
 from roundtable.core.identity.credentials import Credentials, load_credentials
 from roundtable.core.machine.possible import must_be_possible
 from roundtable.core.machine.stop_signals import on_signals
@@ -26,9 +23,6 @@ from roundtable.core.observability.logs import announce
 from roundtable.core.observability.monitoring import monitored
 from roundtable.core.observability.tracing import Tracer, open_tracer
 from roundtable.core.observability.watchdog import keep_watchdog, tell_systemd
-from roundtable.proto import agent_pb2_grpc, operator_pb2_grpc, relay_pb2_grpc
-from roundtable.proto.channel import SERVER_OPTIONS
-from roundtable.proto.pieces import PieceHandlers
 from roundtable.server.clock import steady_time, watch_clock
 from roundtable.server.config import ServerConfig
 from roundtable.server.dashboard import BehindThePage, Dashboard, NoDashboard
@@ -39,23 +33,15 @@ from roundtable.server.jobs.sessions import Sessions
 from roundtable.server.jobs.trusted_training import NoTrustedTraining, TrustedTraining
 from roundtable.server.leadership.election import Leadership
 from roundtable.server.metrics_page import CoordinatorPage, DatabaseAway
+from roundtable.server.open_doors import OpenDoors
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
 from roundtable.server.operations.measured_lines import MeasuredLines
 from roundtable.server.operations.populations import Populations
 from roundtable.server.operations.silo_setups import SiloSetups
-from roundtable.server.services.agents import AgentService
-from roundtable.server.services.incoming_sums import IncomingSums
 from roundtable.server.services.job_logs import JobLogs
-from roundtable.server.services.local_calls import LocalCalls
-from roundtable.server.services.operators import OperatorService
-from roundtable.server.services.relays import AboveAll, RelayService
 from roundtable.server.services.secure_port import check_port
 from roundtable.server.services.security import Security
-from roundtable.server.services.silo_reports import SiloReports
-from roundtable.server.services.storing import Storing
-from roundtable.server.services.upload_receipts import Receipts
-from roundtable.server.services.uploads import Uploads
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.audit_archiving import AuditArchiving, check_can_archive
 from roundtable.server.storage.bucket import Bucket
@@ -92,7 +78,7 @@ class Coordinator:
         self.clock = clock
         self.trusted = trusted
         self.observer = CoordinatorObserver(tracer or open_tracer(config.traces, "coordinator"), clock)
-        self.port = self.metrics_port = 0
+        self.port = self.operators_port = self.metrics_port = 0
         self.jobs: JobRegistry
         self.security: Security
         self._database: Database
@@ -100,7 +86,7 @@ class Coordinator:
         self._leadership: Leadership | None = None
         self._bucket: Bucket | None = None
         self._shards = shard_workers(config.combine, config.combine_workers)
-        self._server: grpc.aio.Server | None = None
+        self._doors: OpenDoors | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._open_to_watch = AsyncExitStack()
@@ -116,6 +102,8 @@ class Coordinator:
         credentials = _coordinator_credentials(Path(self.config.credentials))
         check_can_archive(self.config)
         check_port(self.config.listen)
+        if self.config.operators:
+            check_port(self.config.operators, "operators")
         leadership = self._leadership = Leadership(self.config, credentials)
         self._page = CoordinatorPage(self.config, self.observer, self.clock, lambda: leadership.sight)
         try:
@@ -129,20 +117,28 @@ class Coordinator:
             raise
         log.info("listening on %s, database %s", self.config.listen, self._database.url)
 
+    @property
+    def addresses(self) -> str:
+        """Where it listens, for people."""
+        told = f"{self.config.listen.rpartition(':')[0]}:{self.port}"
+        if not self.operators_port:
+            return told
+        return f"{told}, for operators on {self.config.operators.rpartition(':')[0]}:{self.operators_port}"
+
     async def stop(self) -> None:
         """Ends streams, drivers and threads, in this order."""
         await self._open_to_watch.aclose()
         await self._dashboard.close()
         for task in self._tasks:
             task.cancel()
-        if self._server is not None:
+        if self._doors is not None:
             self._sessions.end_all()
-            self._relays.end_all()
+            self._doors.end_streams()
             self.jobs.announce_stop()
-            await self._server.stop(STOP_SECONDS)
+            await self._doors.stop(STOP_SECONDS)
             await self.jobs.stop()
             await asyncio.gather(*self._background, return_exceptions=True)
-            self._server = None
+            self._doors = None
         if hasattr(self, "security"):
             await self.security.stop()
         self._transfer.shutdown(wait=True)
@@ -198,11 +194,14 @@ class Coordinator:
         )
         await self.security.start()
         logs = JobLogs(self.jobs, services)
-        self._server = self._serve(services, credentials, logs)
+        assert self._leadership is not None
+        doors = OpenDoors(config, self.jobs, services, self.security, credentials, logs, self._transfer)
+        doors.listen(self._leadership.listen, self._leadership.operators)
+        self._doors, self.port, self.operators_port = doors, doors.port, doors.operators_port
         await self.jobs.start()
-        await self._server.start()
+        await doors.start()
         self._page.opened(self.jobs, self._sessions, self._database, self.security)
-        behind = BehindThePage(self._calls, self.security.pages, self.security.access)
+        behind = BehindThePage(doors.calls, self.security.pages, self.security.access)
         await self._dashboard.open(behind)
         work = [
             self._sessions.watch(),
@@ -251,45 +250,6 @@ class Coordinator:
                 await asyncio.sleep(SWEEP_SECONDS)
         finally:
             copying.cancel()
-
-    def _serve(self, services: JobServices, credentials: Credentials, logs: JobLogs) -> grpc.aio.Server:
-        assert self._leadership is not None
-        security = self.security
-        most = (("grpc.max_allowed_incoming_connections", self.config.quotas.connections),)
-        server = grpc.aio.server(interceptors=[security.access], options=SERVER_OPTIONS + most)
-        reports = SiloReports(services)
-        receipts = Receipts(security.identity, lambda: security.audit.sealed, services.clock)
-        uploads = Uploads(self.jobs, services, self._transfer, credentials.ca, receipts)
-        version = release().version
-        agents = AgentService(
-            self.jobs, uploads, services, self._transfer, version, credentials.ca, security, logs, reports
-        )
-        sums = IncomingSums(uploads, services, security.relayed, receipts, self._transfer, credentials.ca)
-        self._relays = RelayService(
-            AboveAll(agents, services), security.access, security.relayed, security.principals, version, sums
-        )
-        storing = Storing(services, self._transfer, self.config.max_artifact_bytes, security.quotas)
-        operators = OperatorService(
-            self.jobs,
-            services,
-            self._transfer,
-            version,
-            storing,
-            security.quotas,
-            credentials.ca,
-            security.identity,
-            logs,
-            reports,
-        )
-        server.add_generic_rpc_handlers((PieceHandlers(agents, operators),))
-        named = {"Operators": operators, "Administration": security.administration}
-        self._calls = LocalCalls(security.access, named)
-        agent_pb2_grpc.add_AgentsServicer_to_server(agents, server)
-        operator_pb2_grpc.add_OperatorsServicer_to_server(operators, server)
-        relay_pb2_grpc.add_RelaysServicer_to_server(self._relays, server)
-        security.add_services(server)
-        self.port = security.listen(server, self._leadership.listen)
-        return server
 
     def _joined(self, client: AgentRow) -> None:
         log.info("%s is here", client.name, extra={"site": client.name})
@@ -378,8 +338,7 @@ async def _one_term(coordinator: Coordinator, stopping: asyncio.Task[bool]) -> b
         await asyncio.wait([starting])
         return False
     starting.result()
-    host, port = coordinator.config.listen.rpartition(":")[0], coordinator.port
-    announce(f"coordinator is listening on {host}:{port}; Ctrl-C stops it")
+    announce(f"coordinator is listening on {coordinator.addresses}; Ctrl-C stops it")
     tell_systemd("active", ready=True)
     deposed = asyncio.get_running_loop().create_task(coordinator.deposed.wait())
     await asyncio.wait([deposed, stopping], return_when=asyncio.FIRST_COMPLETED)

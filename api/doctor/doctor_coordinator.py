@@ -86,6 +86,8 @@ def _command(program: str) -> Iterator[Check]:
 
 def _ports(config: ServerConfig) -> Iterator[Check]:
     yield _port("port", "listen", config.listen, config)
+    if config.operators:
+        yield _port("operators", "operators", config.operators, config)
     if config.enrolment:
         yield _port("enrolment", "enrolment", config.enrolment, config)
         try:

@@ -27,10 +27,10 @@ from google.protobuf.message import Message
 from typing_extensions import override
 
 from roundtable.core import errors
-from roundtable.core.bounds import is_word
 from roundtable.core.foreign_text import printable
-from roundtable.core.observability.logs import REQUEST_KEY, requesting
+from roundtable.core.observability.logs import requesting
 from roundtable.server.auth.audit import AccessNotes
+from roundtable.server.auth.call_metadata import bearer_in, call_identifier, metadata_word
 from roundtable.server.auth.message_flow import Context as Context
 from roundtable.server.auth.message_flow import PatientContext, careful, in_time
 from roundtable.server.auth.message_flow import Refusal as Refusal
@@ -40,6 +40,7 @@ from roundtable.server.auth.principals import NOBODY, CertifiedCallers, Principa
 from roundtable.server.auth.quotas import Quotas
 from roundtable.server.auth.rate_limit import Lockouts, RateLimit, WrongSecret
 from roundtable.server.auth.relayed import SILO_KEY, RelayedSilos
+from roundtable.server.auth.separate_doors import Door
 from roundtable.server.store.trust_rows import Party
 
 log = logging.getLogger("roundtable.server.auth.access")
@@ -63,7 +64,6 @@ _NAMES_OF_OBJECTS = ("job", "silo", "name", "population", "request_id")
 LINES_A_SECOND, LINES_AT_ONCE = 1.0, 60.0
 FLUSH_SECONDS = 0.2
 LONGEST_ANSWER = 2000
-_REQUEST = 32
 Method: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 _principal: ContextVar[Principal] = ContextVar("principal", default=NOBODY)
 
@@ -112,14 +112,19 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = await continuation(details)
-        permission = permission_of(details.method)
+        return self.serve(await continuation(details), details.method)
+
+    def serve(
+        self, handler: grpc.RpcMethodHandler[Any, Any] | None, called: str, door: Door | None = None
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """What a method, by gRPC's name, is served by at this door; at any, where there is none."""
+        permission = permission_of(called)
         if handler is None or permission is None:
             # A method without a row in the table does not exist for anybody.
             return None  # type: ignore[return-value]
         kind = next(name for name in _KINDS if getattr(handler, name) is not None)
-        name = details.method.removeprefix("/roundtable.v1.")
-        guarded = self._guarded(getattr(handler, kind), name, permission, kind)
+        name = called.removeprefix("/roundtable.v1.")
+        guarded = self._guarded(getattr(handler, kind), name, permission, kind, door)
         reader = careful(handler.request_deserializer, name)
         return _SERVED[kind](guarded, reader, handler.response_serializer)
 
@@ -201,9 +206,11 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._cut.add(task)
         task.cancel()
 
-    def _guarded(self, method: Method, name: str, permission: Permission, kind: str) -> Method:
+    def _guarded(
+        self, method: Method, name: str, permission: Permission, kind: str, door: Door | None
+    ) -> Method:
         async def call(requests: AsyncIterator[Any], context: Context) -> Any:
-            with requesting(_identifier(context)) as request:
+            with requesting(call_identifier(context)) as request:
                 return await answered(requests, context, request)
 
         async def answered(requests: AsyncIterator[Any], context: Context, request: str) -> Any:
@@ -211,6 +218,8 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             try:
                 who = await self._identify(context)
                 with self._admitted(who, address, name, permission, streams=kind != "unary_unary"):
+                    if door is not None:
+                        door.check(name)
                     return await self._perform(method, name, permission, kind, requests, context)
             except errors.RoundtableError as error:
                 code = error.code if isinstance(error, Refusal) else _code(error)
@@ -282,9 +291,9 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if shown := known.get("x509_pem_cert"):
             # What it builds upon follows: the issuing authority may be revoked too.
             who = self._principals.of_certificate(b"".join([*shown, *known.get("x509_pem_cert_chain", ())]))
-            silo = _metadata(context, SILO_KEY) if who.role == "relay" else ""
+            silo = metadata_word(context, SILO_KEY) if who.role == "relay" else ""
             return self._relayed.caller(who.name, silo) if silo else who
-        if not (bearer := _bearer(context)):
+        if not (bearer := bearer_in(context)):
             return NOBODY
         return await self.of_bearer(bearer, address)
 
@@ -340,6 +349,22 @@ class Access(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 self._active.pop(who.party, None)
 
 
+class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """What calls pass at one of two doors: the same `Access`, for this door's services."""
+
+    def __init__(self, access: Access, door: Door) -> None:
+        self._access = access
+        self._door = door
+
+    @override
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        return self._access.serve(await continuation(details), details.method, self._door)
+
+
 def check_lockout(lockouts: Lockouts, address: str, credential: str) -> None:
     """Refusal while this credential, or everybody at this address, has to wait."""
     if wait := lockouts.seconds(address, credential):
@@ -351,27 +376,6 @@ def check_lockout(lockouts: Lockouts, address: str, credential: str) -> None:
 def _label(who: Principal, address: str) -> str:
     """What quotas go by: the party, or the address of somebody without credentials."""
     return f"a stranger at {address}" if who is NOBODY else who.label
-
-
-def _identifier(context: Context) -> str:
-    """The identifier that the caller has given the call; empty where there is none that could be logged."""
-    return _metadata(context, REQUEST_KEY)[:_REQUEST]
-
-
-def _metadata(context: Context, wanted: str) -> str:
-    """An identifier in the call's metadata; empty where there is none."""
-    for key, value in context.invocation_metadata() or ():
-        if key == wanted and isinstance(value, str) and is_word(value):
-            return value
-    return ""
-
-
-def _bearer(context: Context) -> str:
-    """The token in the call's metadata; empty if there is none."""
-    for key, value in context.invocation_metadata() or ():
-        if key == "authorization" and str(value).startswith("Bearer "):
-            return str(value).removeprefix("Bearer ").strip()
-    return ""
 
 
 def _wrong_role(who: Principal, name: str, permission: Permission) -> str:

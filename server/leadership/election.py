@@ -56,13 +56,15 @@ class Leadership:
     """The hold on a database and its artifacts: by locks on files with SQLite, by a lease with PostgreSQL.
 
     `taken` opens the database once it is this process's to write; `kept` returns when it no longer is.
-    `sight` is what it sees while it stands by, None before and after.
+    `sight` is what it sees while it stands by, None before and after. `listen` and `operators` are the
+    addresses to listen at, with the ports that standing by has found where any would do.
     """
 
     def __init__(self, config: ServerConfig, credentials: Credentials) -> None:
         self._config = config
         self._credentials = credentials
         self.listen = config.listen
+        self.operators = config.operators
         self._locks: list[int] = []
         self._database: Database | None = None
         self._lease: Lease | None = None
@@ -131,8 +133,8 @@ class Leadership:
     async def _stand_by(self, lease: Lease) -> None:
         """Refuses calls while another coordinator is active; also waits while the database is away."""
         self.sight = sight = Sight("", time.monotonic(), lease.seconds)
-        async with standing_by(self.listen, self._credentials, self._active) as port:
-            self.listen = f"{self.listen.rpartition(':')[0]}:{port}"
+        async with standing_by(self.listen, self.operators, self._credentials, self._active) as ports:
+            self.listen, self.operators = ports
             announce(f"coordinator is standing by on {self.listen}; Ctrl-C stops it")
             tell_systemd("standing by", ready=True)
             while True:

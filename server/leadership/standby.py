@@ -19,13 +19,16 @@ STANDBY = "standby"
 class _Everything(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """Answers every method of every service alike."""
 
-    def __init__(self, active: Callable[[], str]) -> None:
+    def __init__(self, active: Callable[[], str], apart: bool) -> None:
         self._active = active
+        self._known_by = (
+            " (for agents and relays; operators have an address of their own there)" if apart else ""
+        )
 
     @override
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         async def refuse(request: Any, context: Any) -> None:
-            where = self._active() or "an unknown address"
+            where = (self._active() or "an unknown address") + self._known_by
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE,
                 f"{STANDBY}: the active coordinator is the one at {where}; this one takes over when it fails",
@@ -35,16 +38,28 @@ class _Everything(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
 
 @asynccontextmanager
-async def standing_by(listen: str, credentials: Credentials, active: Callable[[], str]) -> AsyncIterator[int]:
-    """Listens and refuses every call while the block lasts; yields the port."""
+async def standing_by(
+    listen: str, operators: str, credentials: Credentials, active: Callable[[], str]
+) -> AsyncIterator[tuple[str, str]]:
+    """Listens and refuses every call while the block lasts; yields both addresses with their ports.
+
+    `operators` is "" where operators have no address of their own.
+    """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    server.add_generic_rpc_handlers((_Everything(active),))
+    server.add_generic_rpc_handlers((_Everything(active, bool(operators)),))
     secure = grpc.ssl_server_credentials(
         [(credentials.key, credentials.certificate)], credentials.ca, require_client_auth=True
     )
-    port = server.add_secure_port(listen, secure)
+    opened = [_opened(server, address, secure) for address in (listen, operators)]
     await server.start()
     try:
-        yield port
+        yield opened[0], opened[1]
     finally:
         await server.stop(0)
+
+
+def _opened(server: grpc.aio.Server, address: str, secure: grpc.ServerCredentials) -> str:
+    """The address with the port that was opened; "" for ""."""
+    if not address:
+        return ""
+    return f"{address.rpartition(':')[0]}:{server.add_secure_port(address, secure)}"

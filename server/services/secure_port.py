@@ -84,8 +84,11 @@ class _Files:
         return [path.stat().st_mtime if path.exists() else 0.0 for path in paths]
 
 
-def check_port(listen: str) -> None:
-    """Raises ResourceError with the system's reason where a port cannot be had; gRPC gives none."""
+def check_port(listen: str, key: str = "listen") -> None:
+    """Raises ResourceError with the system's reason where a port cannot be had; gRPC gives none.
+
+    `key` names the setting.
+    """
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
     try:
@@ -94,11 +97,11 @@ def check_port(listen: str) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, int(port)))
     except OSError as error:
-        raise _port_taken(listen, error.strerror or str(error)) from error
+        raise _port_taken(listen, error.strerror or str(error), key) from error
 
 
-def _port_taken(listen: str, reason: str) -> ResourceError:
+def _port_taken(listen: str, reason: str, key: str) -> ResourceError:
     return ResourceError(
         f"cannot listen on {listen}: {reason}; does another coordinator run here? "
-        "Choose another address with --listen host:port"
+        f"Choose another address with --{key} host:port"
     )

@@ -1,7 +1,8 @@
 """The coordinator's gate as a whole: who is let in, through which door, and what is written about it.
 
-Two doors: `listen` wants a client certificate of the authority; `enrolment`, if it is set, wants none, for
-silos that were invited and operators with a token. Both speak TLS 1.3 (`secure_port.py`).
+`listen` wants a client certificate of the authority, and so does `operators`, if operators have an address of
+their own; `enrolment`, if it is set, wants none, for silos that were invited and operators with a token. All
+speak TLS 1.3 (`secure_port.py`).
 """
 
 from __future__ import annotations
@@ -121,22 +122,19 @@ class Security:
         administration_pb2_grpc.add_EnrolmentServicer_to_server(service, server)
         administration_pb2_grpc.add_AdministrationServicer_to_server(self.administration, server)
 
-    def listen(self, server: grpc.aio.Server, address: str) -> int:
-        """Opens both addresses; returns the port of the one for client certificates.
+    def listen(self, server: grpc.aio.Server, address: str, key: str = "listen") -> int:
+        """Opens an address for client certificates, of the setting `key`; returns its port.
 
-        ResourceError if one is taken.
+        ResourceError if it is taken.
         """
-        port = open_port(server, address, self._folder, self._credentials)
-        if self._config.enrolment:
+        return open_port(server, address, self._folder, self._credentials, key)
+
+    def listen_without_certificates(self, server: grpc.aio.Server) -> None:
+        """Opens the address for invitations and tokens, if there is one. ResourceError if it is taken."""
+        if address := self._config.enrolment:
             self.enrolment_port = open_port(
-                server,
-                self._config.enrolment,
-                self._folder,
-                self._credentials,
-                "enrolment",
-                certificates=False,
+                server, address, self._folder, self._credentials, "enrolment", certificates=False
             )
-        return port
 
     def _exceeded(self, who: str, quota: Quota, problem: str) -> None:
         """Tells operators of a caller that wants more than it may have; once an hour for each."""

@@ -110,6 +110,8 @@ def test_a_port_that_another_program_has(site: Path, roundtable: Command) -> Non
         assert f"{listen} cannot be taken: Address already in use" in check.message
         assert "ss -ltnp" in check.remedy
         assert f"cannot listen on {listen}" in refused(roundtable, file)
+        file = write(site, operators=listen)
+        assert "set operators to another port" in found(file, "operators").remedy
 
 
 def test_a_page_of_metrics_whose_port_is_taken(site: Path, roundtable: Command) -> None:

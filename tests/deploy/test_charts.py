@@ -230,6 +230,7 @@ def test_credentials_are_copied_once_and_again_when_they_are_others(tmp_path: Pa
             {
                 "hosts": ["hub.example.org"],
                 "enrolment": {"enabled": True, "hosts": ["join.example.org"]},
+                "operators": {"enabled": True, "hosts": ["operators.example.org"]},
                 "copies": ["s3://models/roundtable"],
                 "bucketKeys": "bucket",
                 "settings": "keep_models = 7\n[alerts]\nseverity = 'error'\n",
@@ -278,6 +279,8 @@ def test_other_values_give_whole_manifests_too(chart: str, values: Manifest, tmp
         assert read["metrics"].startswith("0.0.0.0:" if watched else "127.0.0.1:")
         if "settings" in values:
             assert (read["keep_models"], read["copies"]) == (7, ["s3://models/roundtable"])
+        apart = values.get("operators", {}).get("enabled", False)
+        assert read.get("operators", "") == ("0.0.0.0:7445" if apart else "")
         if bucket := values.get("artifacts", {}).get("bucket"):
             assert read["bucket"] == bucket
             assert not of_kind(manifests, "PersistentVolumeClaim"), "nothing is shared but the bucket"
@@ -322,6 +325,7 @@ def read_hosts(values: Manifest) -> list[str]:
             r"a claim or a bucket, not both",
         ),
         ("roundtable-coordinator", {"enrolment": {"enabled": True}}, r"as many names as hosts has"),
+        ("roundtable-coordinator", {"operators": {"enabled": True}}, r"operators.hosts: .* as many names"),
         ("roundtable-agent", {"agent": "[tasks]"}, r"/agent"),
         ("roundtable-agent", {"state": {"size": "fifty"}}, r"/state/size"),
     ],

@@ -113,6 +113,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
         "database": "postgresql://roundtable@db/roundtable",
         "artifacts": "/srv/artifacts",
         "bucket": "s3://models/roundtable",
+        "operators": "0.0.0.0:7445",
         "enrolment": "0.0.0.0:7444",
         "announce": "coordinator.example.org:7443",
         "copies": ["file:///mnt/copies"],

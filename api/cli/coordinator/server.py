@@ -39,6 +39,11 @@ class _Server(click.Command):
     "--listen", metavar="HOST:PORT", help="Where agents and operators connect; port 0 takes a free one."
 )
 @click.option(
+    "--operators",
+    metavar="HOST:PORT",
+    help="Where operators connect instead, with certificates; default: where agents do.",
+)
+@click.option(
     "--enrolment",
     metavar="HOST:PORT",
     help="Where invited silos and operators with tokens connect; default: none.",
@@ -65,6 +70,7 @@ class _Server(click.Command):
 def server(
     config: Path | None,
     listen: str | None,
+    operators: str | None,
     enrolment: str | None,
     page: str | None,
     state: Path | None,
@@ -84,10 +90,11 @@ def server(
     if config is not None:
         take_variables(config)
         database = database or os.environ.get(DATABASE) or None
-    options = {"listen": listen, "enrolment": enrolment, "database": database, "bucket": bucket}
+    options = {"listen": listen, "operators": operators, "enrolment": enrolment}
+    stores = {"database": database, "bucket": bucket}
     pages = {"dashboard.listen": page}
     folders = {"state": _absolute(state), "credentials": _absolute(credentials)}
-    settings = load_server_config(config, {**options, **pages, **folders})
+    settings = load_server_config(config, {**options, **stores, **pages, **folders})
     verbosity = service_process(
         settings.log_format, settings.log_levels, lambda: load_server_config(config).log_levels
     )
