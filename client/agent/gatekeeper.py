@@ -23,7 +23,7 @@ from roundtable.client.door.submissions import SubmissionProof
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.analysis_rules import asked_in, too_many_today
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
+from roundtable.client.policy.known_jobs import KnownJob, KnownJobs, job_read
 from roundtable.client.policy.privacy_rules import objections_to_sum
 from roundtable.client.policy.region_models import RegionWord, check_region, is_within
 from roundtable.client.policy.rules import Metrics
@@ -32,7 +32,7 @@ from roundtable.client.sharing.line_sharing import LineSharing
 from roundtable.client.sharing.silo_report import RecentLines
 from roundtable.client.step_key import StepKey
 from roundtable.client.trainer import TrainedUpdate
-from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import IdentityError
 from roundtable.core.identity.credentials import CA_CERTIFICATE, load_silo_identity, verify_identity
 from roundtable.core.identity.signing import (
@@ -264,7 +264,7 @@ class Gatekeeper:
     def _stays_within(self, step: StepKey) -> bool:
         """Whether it is a relay that decides about the update."""
         known = self._jobs.get(step.job)
-        return known is not None and is_within(job_from_json(known.config), step.round, step.phase)
+        return known is not None and is_within(job_read(known.config), step.round, step.phase)
 
     def close(self) -> None:
         """Signs the log up to its end."""
@@ -365,7 +365,7 @@ class Gatekeeper:
         """What is wrong with a job beside those that the silo took part in before."""
         if self._config.policy.stated_epsilon is None:
             return []
-        before = [job_from_json(each.config) for each in self._jobs.taken_part() if each.id != known.id]
+        before = [job_read(each.config) for each in self._jobs.taken_part() if each.id != known.id]
         return list(objections_to_sum(self._config.policy, job, before))
 
     def _to_step(

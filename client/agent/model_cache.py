@@ -84,7 +84,7 @@ class ModelCache:
         """
         async with self._turn:
             path = self._folder / f"{artifact.digest}.safetensors"
-            if not await asyncio.to_thread(self._have, path):
+            if not path.is_file() or not await asyncio.to_thread(self._have, path):
                 by_hops = route is not None and await self._follow(stub, route, artifact, received, users)
                 if not by_hops:
                     # Before and not after: the pages of memory that the oldest file had serve the new one.
@@ -98,9 +98,10 @@ class ModelCache:
         here, self._arrived = self._arrived, ModelArrival()
         return ModelArrival(before.size + here.size, before.seconds + here.seconds)
 
-    async def check(self, path: Path) -> None:
-        """TransferError unless a file that `fetch` gave is still whole: what came of it must not leave."""
-        if not await asyncio.to_thread(_is_whole, path):
+    def check(self, path: Path) -> None:
+        """TransferError unless a file that `fetch` gave is still whole: what came of it must not leave.
+        Blocks."""
+        if not _is_whole(path):
             raise TransferError(
                 f"the model {path.stem[:12]} was damaged on the silo's own disk while it was used: nothing "
                 "that came of it is sent, and the next step downloads it again; check the disk"

@@ -34,11 +34,12 @@ from roundtable.client.door.incoming import ExchangeWork, ModelWork, StepInstruc
 from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.model_route import ModelRoute
 from roundtable.client.policy.health import HealthChecks
+from roundtable.client.policy.known_jobs import job_read
 from roundtable.client.prepared_updates import PREPARE, PreparedUpdate, PreparedUpdates
 from roundtable.client.step_key import StepKey, about
 from roundtable.client.trainer import Figures, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
-from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import ResourceError, RoundtableError
 from roundtable.core.failpoints import failpoint
 from roundtable.core.foreign_text import printable
@@ -244,7 +245,7 @@ class StepWorker:
         step = work.step
         self._report(step, "evaluating")
         metrics = await self._trainer.evaluate(work, partial(self._progressed, work, "evaluating"))
-        await self._models.check(work.model)
+        await asyncio.to_thread(self._models.check, work.model)
         for words in left_out_or_cut(metrics, bounds).values():
             _log.warning("%s: %s", step, words, extra=about(step, "figures"))
         return self._gate.summed(summable(metrics, bounds))
@@ -286,9 +287,7 @@ class StepWorker:
         _log.info("%s: training", step, extra=about(step))
         self._report(step, "training")
         trained = await self._trainer.train(work, partial(self._progressed, work, "training"))
-        with refusing():
-            await asyncio.to_thread(self._gate.answered, step, work.job, trained)
-        await self._models.check(work.model)
+        await asyncio.to_thread(self._may_leave, work, trained)
         _log.info(
             "%s: trained on %d examples in %.2f s%s",
             step,
@@ -299,17 +298,27 @@ class StepWorker:
         )
         return trained
 
+    def _may_leave(self, work: StepWork, trained: TrainedUpdate) -> None:
+        """What comes before an update leaves: the model that it came of is still whole. Blocks."""
+        with refusing():
+            self._gate.answered(work.step, work.job, trained)
+        self._models.check(work.model)
+
     async def _evaluate(self, work: StepWork, model: str) -> outgoing.FromAgent:
         step = work.step
         self._report(step, "evaluating")
         metrics = await self._trainer.evaluate(work, partial(self._progressed, work, "evaluating"))
-        await self._models.check(work.model)
-        with refusing():
-            await asyncio.to_thread(self._ledger.evaluation, step, model)
+        await asyncio.to_thread(self._may_tell, work, model)
         _log.info("%s: evaluated%s", step, loss_of(metrics), extra=about(step, "figures"))
         self._observer.ended(step, "done")
         failpoint("evaluated", step.round, step.phase)
         return outgoing.evaluated(step, self._gate.evaluated(step, work.job, metrics))
+
+    def _may_tell(self, work: StepWork, model: str) -> None:
+        """The same before metrics leave, which the ledger then counts. Blocks."""
+        self._models.check(work.model)
+        with refusing():
+            self._ledger.evaluation(work.step, model)
 
 
 def told_encoding(job: JobConfig, told: str) -> str:
@@ -346,7 +355,7 @@ def steps_of_instruction(instruction: StepInstruction, job: JobConfig) -> int | 
 def job_of(instruction: StepInstruction) -> JobConfig:
     """The job that an instruction belongs to; WorkFailed where its configuration cannot be read."""
     try:
-        return job_from_json(instruction.config)
+        return job_read(instruction.config)
     except (RoundtableError, ValueError) as error:
         raise WorkFailed(
             "protocol_violation",

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from roundtable.client.policy.known_jobs import KnownJob, KnownJobs
+from roundtable.client.policy.known_jobs import KnownJob, KnownJobs, job_read
 from roundtable.core.algorithms.analysis import LEAST_COUNT, AnalysisTable
-from roundtable.core.config import JobConfig, job_from_json
+from roundtable.core.config import JobConfig
 from roundtable.core.privacy_table import NoPrivacy, masking_of
 from roundtable.core.toml_tables import Finite, Table
 
@@ -122,7 +122,7 @@ def too_many_today(rules: AnalysesTable, job: JobConfig, known: KnownJob, jobs: 
     """Why a new analysis is one too many for today; nothing for one that has begun here."""
     if rules.a_day is None or jobs.get(known.id) is not None:
         return []
-    begun = [(each.first, job_from_json(each.config)) for each in jobs.taken_part()]
+    begun = [(each.first, job_read(each.config)) for each in jobs.taken_part()]
     return list(objections_to_count(rules, job, begun, time.time()))
 
 

@@ -16,15 +16,24 @@ import getpass
 import json
 import time
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from roundtable.client.durable_files import replace_synced
 from roundtable.core.bounds import is_word
+from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.errors import ConfigError, IdentityError, ResourceError
 
 _ASKED = 200
+_READ = 64
 MOST_REASON = 200
+
+
+@lru_cache(maxsize=_READ)
+def job_read(config: str) -> JobConfig:
+    """`job_from_json` of a job's configuration, which every step of the job brings again."""
+    return job_from_json(config)
 
 
 @dataclass(frozen=True)

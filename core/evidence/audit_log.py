@@ -20,7 +20,7 @@ import hashlib
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from roundtable.core.errors import AuditError, IdentityError
@@ -54,13 +54,13 @@ class AuditEntry:
 
     def digest(self) -> str:
         """SHA-256 of everything but the hash itself."""
-        values = asdict(self)
+        values = {**vars(self)}
         del values["hash"]
         return hashlib.sha256(canonical(values)).hexdigest()
 
     def to_line(self) -> str:
         """One line of an exported log."""
-        return canonical({"entry": asdict(self)}).decode()
+        return canonical({"entry": vars(self)}).decode()
 
 
 def entry(

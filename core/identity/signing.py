@@ -58,9 +58,12 @@ Purpose = Literal[
 ]
 
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def canonical(values: Mapping[str, Any]) -> bytes:
     """The one JSON text of an object: sorted keys, no spaces; ValueError for NaN and infinity."""
-    return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return _CANONICAL.encode(values).encode()
 
 
 def job_digest(config: str) -> str:
