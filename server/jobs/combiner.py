@@ -28,6 +28,8 @@ from roundtable.server.jobs.trusted_training import TrustedTraining
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.store import ArtifactRow
 
+LARGE_BYTES = 1 << 20
+"""A model of so many bytes takes longer to combine than free memory to be given back."""
 Storing: TypeAlias = Callable[[], tuple[str, int]]
 """Stores an artifact durably, pinned: its digest and size."""
 
@@ -63,8 +65,6 @@ class Combiner:
         Raises AggregationError or InvalidUpdate where there is no sound answer; DamagedRows, DamagedArtifact
         where what was read of an update, the old model or the optimizer's state is not what it should be.
         """
-        # The transfers before have left buffers behind, and this is where the most memory is needed.
-        give_back_free_memory()
         made: list[ArtifactRow] = []
         try:
             with ExitStack() as reading, sharded_over(self._shards):
@@ -86,6 +86,9 @@ class Combiner:
     ) -> m.Aggregated:
         """Stores what `made` then lists; it counts only if `reading` ends without an error."""
         old = open_model(reading.enter_context(self._artifacts.using(action.model)))
+        if old.vector.nbytes >= LARGE_BYTES:
+            # The transfers before have left buffers behind, and this is where the most memory is needed.
+            give_back_free_memory()
         model = new_model(self._job, old, torch.empty(0), action.step.round, guarantee.statement)
         files = reading.enter_context(RoundFiles(self._artifacts, model))
         state, kept = self._state(action.optimizer, old.layout.size, reading)
@@ -143,6 +146,9 @@ class Combiner:
 
     def _store(self, parts: Mapping[str, Storing], now: float, made: list[ArtifactRow]) -> None:
         """Stores artifacts by their kinds, side by side: the silos wait for the last of them."""
+        if len(parts) == 1:
+            made.extend(ArtifactRow(*storing(), kind, now) for kind, storing in parts.items())
+            return
         with ThreadPoolExecutor(len(parts), thread_name_prefix="storing") as threads:
             stored = {kind: threads.submit(storing) for kind, storing in parts.items()}
         made.extend(

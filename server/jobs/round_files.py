@@ -22,6 +22,8 @@ from roundtable.engine.combining.vector_places import placed
 from roundtable.server.storage.artifact_store import ArtifactStore
 from roundtable.server.storage.blobs import BlobWriter, os_error
 
+SMALL_BYTES = 64 << 10
+"""What is written at once: a thread costs more than so few bytes."""
 WAITING = 2
 """Blocks that wait to be written while the next one is made."""
 RELEASED_BYTES = 4 << 20
@@ -88,8 +90,11 @@ class RoundFiles:
         assert self._new is not None
         return self._new.finish(model_tail(self._model))
 
-    def write(self, work: Callable[[], None]) -> None:
-        """Has the thread write something, once little enough waits before it."""
+    def write(self, work: Callable[[], None], size: int) -> None:
+        """Has the thread write `size` bytes, once little enough waits before them."""
+        if size <= SMALL_BYTES and not self._waiting:
+            work()
+            return
         while len(self._waiting) >= WAITING:
             self._waiting.popleft().result()
         self._waiting.append(self._thread.submit(work))
@@ -122,7 +127,7 @@ class _ModelFile:
         writer = self._writer
         assert writer is not None
         data = _bytes_of(values)
-        self._files.write(lambda: writer.append(data))
+        self._files.write(lambda: writer.append(data), len(data))
 
     def end(self) -> Tensor:
         self._files.settle()
@@ -153,7 +158,7 @@ class _ScratchVector:
 
     def take(self, start: int, values: Tensor) -> None:
         data = _bytes_of(values)
-        self._files.write(lambda: self._write(data, 4 * start))
+        self._files.write(lambda: self._write(data, 4 * start), len(data))
 
     def end(self) -> Tensor:
         self._files.settle()

@@ -140,7 +140,9 @@ async def send_artifact(
     One that was damaged as it was read is mended, and the caller told to ask again.
     """
     loop, blocking = asyncio.get_running_loop(), artifacts.threads(threads)
-    path = await loop.run_in_executor(blocking, artifacts.path, wish.digest)
+    path = artifacts.known(wish.digest)
+    if path is None:
+        path = await loop.run_in_executor(blocking, artifacts.path, wish.digest)
     try:
         return await send(context, path, wish.digest, wish.offset, threads)
     except DamagedArtifact as error:
@@ -220,8 +222,9 @@ async def receive(
                 waiting = []
         if pending is not None:
             await asyncio.shield(pending)
-        pending = loop.run_in_executor(threads, _write, writer, waiting)
-        await asyncio.shield(pending)
+        if waiting:
+            pending = loop.run_in_executor(threads, _write, writer, waiting)
+            await asyncio.shield(pending)
     finally:
         if pending is not None:
             await _let_go(pending)

@@ -189,8 +189,7 @@ class Uploads:
         artifacts = self._services.artifacts
         writer = artifacts.receive(offer.owner, update.digest, update.size, check, update.offset)
         try:
-            await transfer.in_thread(self._threads, _forget_others, artifacts, offer.owner, update.digest)
-            await transfer.in_thread(self._threads, writer.open)
+            await transfer.in_thread(self._threads, _open, artifacts, offer.owner, update.digest, writer)
             await transfer.receive(_pieces(parts, offer.step), writer, update.size, self._threads)
             return await self._complete(offer, writer, check, time.monotonic() - began, place)
         finally:
@@ -207,25 +206,23 @@ class Uploads:
                 grpc.StatusCode.ABORTED,
                 f"the upload ended at byte {writer.offset} of {size}; go on from there",
             )
+        arrived, artifacts = _Arrived(writer, check), self._services.artifacts
         try:
-            await transfer.in_thread(self._threads, writer.check)
-        except TransferError as error:
-            return await self._corrupted_upload(offer, error)
-        began = time.monotonic()
-        problem = await transfer.in_thread(self._threads, check.flaw, writer.path)
-        decoded = time.monotonic() - began if isinstance(check, EncodedCheck) else None
-        figures = self.figures(offer, seconds, decoded)
-        if problem:
-            writer.forget()
-            return await self._reject(offer, "invalid_update", problem)
-        threads = self._services.artifacts.threads(self._threads)
-        digest, size = await transfer.in_thread(threads, writer.finish)
-        try:
+            # One visit to a thread where one is enough: a bucket's own threads do nothing but wait for it.
+            await transfer.in_thread(self._threads, arrived.judge, artifacts.bucket is None)
+            if arrived.damage is not None:
+                return await self._corrupted_upload(offer, arrived.damage)
+            figures = self.figures(offer, seconds, arrived.decoded)
+            if arrived.flaw:
+                return await self._reject(offer, "invalid_update", arrived.flaw)
+            if not arrived.digest:
+                await transfer.in_thread(artifacts.threads(self._threads), arrived.keep)
             await place.aclose()
-            row = ArtifactRow(digest, size, "update", self._services.clock())
+            row = ArtifactRow(arrived.digest, size, "update", self._services.clock())
             return await self._deliver(offer, row, figures)
         finally:
-            self._services.artifacts.unpin([digest])
+            if arrived.digest:
+                artifacts.unpin([arrived.digest])
 
     async def _deliver(self, offer: Offer, artifact: ArtifactRow, figures: TransferFigures) -> Outcome:
         offered, client = offer.update, offer.client
@@ -322,11 +319,45 @@ def update_in(offer: Offer, digest: str, figures: TransferFigures, relay: str = 
     )
 
 
-def _forget_others(artifacts: ArtifactStore, owner: str, digest: str) -> None:
-    """Deletes halves of other updates for the same step: a silo has one update for it."""
+class _Arrived:
+    """An upload whose bytes are all here: what is wrong with them, or the digest under which they are kept,
+    pinned. Its methods block."""
+
+    def __init__(self, writer: BlobWriter, check: ContentCheck) -> None:
+        self._writer = writer
+        self._check = check
+        self.damage: TransferError | None = None
+        self.flaw = ""
+        self.decoded: float | None = None
+        self.digest = ""
+
+    def judge(self, keep: bool) -> None:
+        """Checks digest and content; with `keep` keeps it where nothing is wrong."""
+        try:
+            self._writer.check()
+        except TransferError as error:
+            self.damage = error
+            return
+        began = time.monotonic()
+        self.flaw = self._check.flaw(self._writer.path)
+        if isinstance(self._check, EncodedCheck):
+            self.decoded = time.monotonic() - began
+        if self.flaw:
+            self._writer.forget()
+        elif keep:
+            self.keep()
+
+    def keep(self) -> None:
+        """Durable, under its name, when this returns."""
+        self.digest, _ = self._writer.finish()
+
+
+def _open(artifacts: ArtifactStore, owner: str, digest: str, writer: BlobWriter) -> None:
+    """Begins an upload, and deletes halves of other updates for the same step: a silo has one for it."""
     for other in artifacts.unfinished(owner):
         if other != digest:
             artifacts.drop(owner, other)
+    writer.open()
 
 
 def _examples(offer: Offer) -> int:

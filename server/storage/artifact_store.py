@@ -83,18 +83,19 @@ class ArtifactStore:
 
         DamagedArtifact if it is missing or damaged wherever it could be, Unreachable if the bucket is away.
         """
+        if path := self.known(digest):
+            return path
+        with self._looking[int(digest[:2], 16) % len(self._looking)]:
+            return self.known(digest) or self._look(self._place(digest), digest)
+
+    def known(self, digest: str) -> Path | None:
+        """What `path` gives where that is known without reading or fetching anything; else None."""
         path = self._place(digest)
-        if not self._verified.known(digest, path):
-            with self._looking[int(digest[:2], 16) % len(self._looking)]:
-                if not self._verified.known(digest, path):
-                    self._look(path, digest)
-        return path
+        return path if self._verified.known(digest, path) else None
 
     def mend(self, digest: str) -> None:
-        """Hashes a blob that was read with other bytes than its own, and fetches it where it is damaged.
-
-        DamagedArtifact, Unreachable as for `path`.
-        """
+        """Hashes a blob that was read with other bytes than its own, and fetches it where it is damaged;
+        raises as `path`."""
         self._verified.forget(digest)
         self.path(digest)
 
@@ -274,7 +275,7 @@ class ArtifactStore:
             self._verified.note(digest, place)
         sync_folder(place.parent)
 
-    def _look(self, path: Path, digest: str) -> None:
+    def _look(self, path: Path, digest: str) -> Path:
         try:
             self._verify(path, digest)
         except DamagedArtifact:
@@ -282,6 +283,7 @@ class ArtifactStore:
                 raise
         else:
             self._verified.note(digest, path)
+        return path
 
     def _bring(self, digest: str) -> bool:
         """Fetches a blob from the bucket or a replica; False if no place has it whole."""

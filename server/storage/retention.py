@@ -23,11 +23,9 @@ from roundtable.server.store import FINAL, Database
 from roundtable.server.store.artifacts import (
     Keep,
     forget_unused,
+    left_behind,
     left_over,
     mentioned,
-    old_deltas,
-    old_models,
-    spent_updates,
 )
 from roundtable.server.store.audit_archives import archives
 from roundtable.server.store.ended_jobs import delete_job, retire_artifacts, retire_events
@@ -83,12 +81,7 @@ class Retention:
         self.replicas.offer(record.optimizer)
 
         def forget(connection: Connection) -> list[str]:
-            unneeded = [
-                *spent_updates(connection, job, record.round, self.keep),
-                *old_models(connection, job, self.keep),
-                *old_deltas(connection),
-            ]
-            return forget_unused(connection, unneeded, self.keep)
+            return forget_unused(connection, left_behind(connection, job, record.round, self.keep), self.keep)
 
         try:
             deleted = await self._database.write(forget)

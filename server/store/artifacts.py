@@ -18,6 +18,7 @@ from roundtable.server.store.rows import ArtifactRow
 
 SECRET_KINDS = ("update", "optimizer", "audit")
 LIVE = ("waiting", "running", "paused")
+_AT_ONCE = 500
 
 
 @dataclass(frozen=True)
@@ -103,29 +104,14 @@ def is_readable(connection: Connection, digest: str) -> bool:
     return connection.execute(query).first() is not None
 
 
-def spent_updates(connection: Connection, job: str, round_number: int, keep: Keep) -> list[str]:
-    """Digests of updates of this job up to a committed round, but for those that are to be kept."""
-    last = round_number - keep.repeatable(_config(connection, job))
-    return list(connection.execute(_RECEIVED, {"job": job, "last": last}).scalars())
-
-
-def old_models(connection: Connection, job: str, keep: Keep) -> list[str]:
-    """Models and optimizer states of this job's rounds that need not be kept."""
-    config = _config(connection, job)
-    newest = connection.execute(_NEWEST, {"job": job}).scalar() or 0
-    digests_left: set[str] = set()
-    for query, kept in ((_MODELS, keep.models(config)), (_OPTIMIZERS, keep.repeatable(config) + 1)):
-        digests_left.update(connection.execute(query, {"job": job, "last": newest - kept}).scalars())
-    return sorted(digests_left)
-
-
-def old_deltas(connection: Connection) -> list[str]:
-    """Changes from model to model, of all jobs: those that no snapshot of a job mentions are not needed."""
-    return list(connection.execute(_DELTAS).scalars())
-
-
-def _config(connection: Connection, job: str) -> str:
-    return str(connection.execute(_CONFIG, {"job": job}).scalar_one())
+def left_behind(connection: Connection, job: str, round_number: int, keep: Keep) -> list[str]:
+    """What this job, of which a round was committed, does not need any more: updates up to that round, older
+    models and optimizer states, but for those that are to be kept; and changes from model to model, of all
+    jobs. `forget_unused` finds out who else needs them."""
+    config = str(connection.execute(_CONFIG, {"job": job}).scalar_one())
+    repeatable = keep.repeatable(config)
+    ages = {"last": round_number - repeatable, "models": keep.models(config), "optimizers": repeatable + 1}
+    return list(connection.execute(_LEFT_BEHIND, {"job": job, **ages}).scalars())
 
 
 def left_over(connection: Connection, before: float) -> list[str]:
@@ -141,42 +127,42 @@ def left_over(connection: Connection, before: float) -> list[str]:
 
 def mentioned(connection: Connection, digests: Sequence[str]) -> set[str]:
     """The subset of these that the database mentions."""
-    query = sa.select(tables.artifacts.c.digest).where(tables.artifacts.c.digest.in_(digests))
-    return set(connection.execute(query).scalars())
+    return set(connection.execute(_MENTIONED, {"digests": digests}).scalars())
 
 
 def forget_unused(connection: Connection, digests: Sequence[str], keep: Keep) -> list[str]:
     """Deletes the rows of those that no job needs, and returns them; the files may then go.
 
-    Needed are each job's initial, newest and best model and optimizer state, what its running round has made
-    and received, the rounds that are to be kept, and archives of the audit log.
+    All of them are mentioned. Needed are each job's initial, newest and best model and optimizer state, what
+    its running round has made and received, the rounds that are to be kept, and archives of the audit log.
     """
-    gone = [digest for digest in digests if not _needed(connection, digest, keep)]
-    if gone:
-        connection.execute(sa.delete(tables.artifacts).where(tables.artifacts.c.digest.in_(gone)))
+    gone: list[str] = []
+    for place in range(0, len(digests), _AT_ONCE):
+        some = digests[place : place + _AT_ONCE]
+        needed = _needed(connection, some, keep)
+        gone += [digest for digest in some if digest not in needed]
+        if not needed.issuperset(some):
+            connection.execute(_FORGET, {"digests": [digest for digest in some if digest not in needed]})
     return gone
 
 
-def _needed(connection: Connection, digest: str, keep: Keep) -> bool:
-    given = {"digest": digest, "ended_before": keep.ended_before}
-    if connection.execute(_CURRENT, given).first() or connection.execute(_ARCHIVE, given).first():
-        return True
-    return _recent(connection, digest, keep)
-
-
-def _recent(connection: Connection, digest: str, keep: Keep) -> bool:
-    """Whether it belongs to a round that is kept, of any job; how many are follows from the job's level."""
-    given = {"digest": digest, "ended_before": keep.ended_before}
+def _needed(connection: Connection, digests: Sequence[str], keep: Keep) -> set[str]:
+    """Those of them that are current, or belong to a round that is kept, of any job; how many rounds are
+    follows from the job's level."""
+    given = {"digests": digests, "ended_before": keep.ended_before}
+    needed = set(connection.execute(_CURRENT, given).scalars())
     for row in connection.execute(_MADE, given):
         age = row.rounds_done - row.round
-        is_model = row.model == digest
-        most = keep.models(row.config) if is_model else keep.repeatable(row.config) + 1
         every = keep.every and row.round % keep.every == 0
-        if age < most or (is_model and (every or _wanted(row.config).rounds(row.round))):
-            return True
-    return any(
-        row.rounds_done - row.round < keep.repeatable(row.config) for row in connection.execute(_SENT, given)
-    )
+        if age < keep.models(row.config) or every or _wanted(row.config).rounds(row.round):
+            needed.add(row.model)
+        if age <= keep.repeatable(row.config):
+            needed.add(row.optimizer)
+    if keep.updates:
+        for sent in connection.execute(_SENT, {**given, "most": keep.updates}):
+            if sent.rounds_done - sent.round < keep.repeatable(sent.config):
+                needed.add(sent.digest)
+    return needed
 
 
 # Built once: each round runs them, and building one takes longer than running it.
@@ -184,40 +170,54 @@ _jobs, _rounds, _updates, _archives = tables.jobs.c, tables.rounds.c, tables.upd
 _artifacts, _sums = tables.artifacts.c, tables.relayed_sums.c
 _JOB: sa.BindParameter[str] = sa.bindparam("job")
 _DIGEST: sa.BindParameter[str] = sa.bindparam("digest")
-_LAST: sa.BindParameter[int] = sa.bindparam("last")
+_DIGESTS: sa.BindParameter[list[str]] = sa.bindparam("digests", expanding=True)
 _mentioned = sa.select(_artifacts.digest)
 # A job that is over needs anything for a time only, if one is set.
 _counts = sa.or_(_jobs.status.in_(LIVE), _jobs.updated >= sa.bindparam("ended_before"))
 _KNOWN = sa.select(sa.literal(1)).where(_artifacts.digest == _DIGEST)
 _INSERT = sa.insert(tables.artifacts)
-_DELTAS = sa.select(_artifacts.digest).where(_artifacts.kind == "delta")
+_MENTIONED = _mentioned.where(_artifacts.digest.in_(_DIGESTS))
+_FORGET = sa.delete(tables.artifacts).where(_artifacts.digest.in_(_DIGESTS))
 _CONFIG = sa.select(_jobs.config).where(_jobs.id == _JOB)
-_NEWEST = sa.select(sa.func.max(_rounds.round)).where(_rounds.job == _JOB)
-_RECEIVED = sa.union(
+_newest = sa.select(sa.func.max(_rounds.round)).where(_rounds.job == _JOB).scalar_subquery()
+_LEFT_BEHIND = sa.union(
+    # From the few artifacts that there are: a long job has had many more updates.
     *(
-        sa.select(table.digest).where(table.job == _JOB, table.round <= _LAST, table.digest.in_(_mentioned))
+        _mentioned.where(
+            sa.exists().where(
+                table.digest == _artifacts.digest, table.job == _JOB, table.round <= sa.bindparam("last")
+            )
+        )
         for table in (_updates, _sums)
-    )
-)
-_MODELS, _OPTIMIZERS = (
-    sa.select(column).where(_rounds.job == _JOB, _rounds.round <= _LAST, column.in_(_mentioned))
-    for column in (_rounds.model, _rounds.optimizer)
+    ),
+    *(
+        sa.select(column).where(
+            _rounds.job == _JOB, _rounds.round <= _newest - sa.bindparam(kept), column.in_(_mentioned)
+        )
+        for column, kept in ((_rounds.model, "models"), (_rounds.optimizer, "optimizers"))
+    ),
+    _mentioned.where(_artifacts.kind == "delta"),
 )
 _named = (_jobs.initial_model, _jobs.model, _jobs.optimizer, _jobs.best_model)
-_in_snapshot = sa.and_(_jobs.status.in_(LIVE), _jobs.snapshot.contains(_DIGEST))
-_CURRENT = (
-    sa.select(_jobs.id)
-    .where(_counts, sa.or_(*(column == _DIGEST for column in _named), _in_snapshot))
-    .limit(1)
+_in_snapshot = sa.and_(_jobs.status.in_(LIVE), _jobs.snapshot.contains(_artifacts.digest))
+_CURRENT = _MENTIONED.where(
+    sa.or_(
+        sa.exists().where(_counts, sa.or_(*(column == _artifacts.digest for column in _named), _in_snapshot)),
+        sa.exists().where(_archives.artifact == _artifacts.digest),
+    )
 )
-_ARCHIVE = sa.select(_archives.first).where(_archives.artifact == _DIGEST).limit(1)
 _MADE = (
-    sa.select(_rounds.round, _rounds.model, _jobs.rounds_done, _jobs.config)
+    sa.select(_rounds.round, _rounds.model, _rounds.optimizer, _jobs.rounds_done, _jobs.config)
     .join(tables.jobs, _jobs.id == _rounds.job)
-    .where(_counts, sa.or_(_rounds.model == _DIGEST, _rounds.optimizer == _DIGEST))
+    .where(_counts, sa.or_(_rounds.model.in_(_DIGESTS), _rounds.optimizer.in_(_DIGESTS)))
 )
 _SENT = (
-    sa.select(_updates.round, _jobs.rounds_done, _jobs.config)
+    sa.select(_updates.digest, _updates.round, _jobs.rounds_done, _jobs.config)
     .join(tables.jobs, _jobs.id == _updates.job)
-    .where(_counts, _updates.digest == _DIGEST, _updates.receipt == "accepted")
+    .where(
+        _counts,
+        _updates.digest.in_(_DIGESTS),
+        _updates.receipt == "accepted",
+        _updates.round > _jobs.rounds_done - sa.bindparam("most"),
+    )
 )

@@ -16,6 +16,15 @@ from roundtable.server.store.rows import LedgerRow
 
 # A reservation against each silo apart: none is released, each silo's own row takes its place.
 EVERY_SILO = "*"
+# Built once: each round runs them, and building one takes longer than running it.
+_ledger = tables.ledger.c
+_step = sa.and_(
+    _ledger.job == sa.bindparam("of_job"),
+    _ledger.round == sa.bindparam("of_round"),
+    _ledger.attempt == sa.bindparam("of_attempt"),
+)
+_UNRESERVE = sa.delete(tables.ledger).where(_step, _ledger.silo == EVERY_SILO)
+_RELEASE = sa.update(tables.ledger).where(_step).values(released=True)
 
 
 @dataclass(frozen=True)
@@ -103,9 +112,9 @@ def settle(connection: Connection, job: str, released: Sequence[tuple[int, int]]
     """Marks attempts as released; once the job is over, its other reservations are given back."""
     table = tables.ledger.c
     for round_number, attempt in released:
-        step = sa.and_(table.job == job, table.round == round_number, table.attempt == attempt)
-        connection.execute(sa.delete(tables.ledger).where(step, table.silo == EVERY_SILO))
-        connection.execute(sa.update(tables.ledger).where(step).values(released=True))
+        step = {"of_job": job, "of_round": round_number, "of_attempt": attempt}
+        connection.execute(_UNRESERVE, step)
+        connection.execute(_RELEASE, step)
     if over:
         connection.execute(sa.delete(tables.ledger).where(table.job == job, table.released.is_(False)))
 

@@ -39,9 +39,8 @@ from roundtable.server.store.artifacts import (
     Keep,
     all_digests,
     forget_unused,
+    left_behind,
     left_over,
-    old_models,
-    spent_updates,
 )
 from roundtable.server.store.group_commit import GroupedWrites
 from roundtable.server.store.ledger import add, entries, reserve
@@ -306,13 +305,28 @@ async def test_retention_keeps_what_anything_needs(opened: Database) -> None:
     await write(opened, store.insert_job, shared, ArtifactRow(f"{1:064d}", 1, "model", 1.0), [])
 
     def retire(connection: sa.Connection) -> list[str]:
-        found = [*spent_updates(connection, "a" * 12, 3, Keep(2)), *old_models(connection, "a" * 12, Keep(2))]
+        found = left_behind(connection, "a" * 12, 3, Keep(2))
         return forget_unused(connection, found, Keep(2))
 
     gone = await opened.write(retire)
     # Model 1 is another job's initial one; the update of round 4 was not asked about.
     assert sorted(gone) == sorted([f"{2:064d}", "1" * 64, "2" * 64, "3" * 64])
     assert await opened.write(retire) == []
+
+
+async def test_bytes_that_were_sent_in_many_rounds_stay_as_long_as_one_of_these_is_kept(
+    opened: Database,
+) -> None:
+    await with_job(opened, config=json.dumps({"task": "t", "rounds": 5, "privacy": {"level": "none"}}))
+    keep, same = Keep(1, updates=2), "9" * 64
+    for number in range(1, 5):
+        rows = [ArtifactRow(f"{number:064d}", 1, "model", 1.0), ArtifactRow(same, 1, "update", 1.0)]
+        made = {**record(number), "model": f"{number:064d}"}
+        sent = [update("alder", number, same if number < 4 else "8" * 64)]
+        await write(opened, store.apply, transition(number + 1, records=[made], updates=sent, artifacts=rows))
+    assert same in await opened.read(lambda c: left_behind(c, "a" * 12, 4, keep))
+    assert await opened.write(lambda c: forget_unused(c, [same], keep)) == []
+    assert await opened.write(lambda c: forget_unused(c, [same], Keep(1, updates=1))) == [same]
 
 
 @pytest.mark.parametrize(
@@ -343,8 +357,7 @@ async def test_what_it_takes_to_make_rounds_again_is_kept_where_it_may_be(
         )
 
     def retire(connection: sa.Connection) -> None:
-        found = [*spent_updates(connection, "a" * 12, 4, keep), *old_models(connection, "a" * 12, keep)]
-        forget_unused(connection, found, keep)
+        forget_unused(connection, left_behind(connection, "a" * 12, 4, keep), keep)
         assert forget_unused(connection, left_over(connection, 2.0), keep) == []
 
     await opened.write(retire)
