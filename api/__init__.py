@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from roundtable.core.allocator import importing
+
 if TYPE_CHECKING:
     from roundtable.aggregation.optimizers import OptimizerState
     from roundtable.aggregation.registry import RuleResult
@@ -151,7 +153,8 @@ def __getattr__(name: str) -> Any:
         return import_module("roundtable.core.measures")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    with importing():
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

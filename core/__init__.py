@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from roundtable.core.allocator import importing
+
 if TYPE_CHECKING:
     from roundtable.core.config import JobConfig, job_from_json, load_job, parse_job
     from roundtable.core.encodings import Encoding, get_encoding
@@ -63,6 +65,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    with importing():
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
