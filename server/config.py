@@ -142,6 +142,9 @@ class ServerConfig(Table):
         ge=1,
         description="jobs that have their turn at a time; default: as many as the silos have room for",
     )
+    queue_priority: int = Field(
+        0, ge=-100, le=100, description="the most that data scientists may state; operators move jobs higher"
+    )
     projects: dict[str, ProjectTable] = Field(
         default_factory=dict, description="weights and quotas of projects in the queue of jobs, by name"
     )
@@ -178,7 +181,7 @@ class ServerConfig(Table):
     @property
     def queue(self) -> QueueRules:
         """How jobs have their turns."""
-        return QueueRules(self.queue_ageing, self.queue_turns, self.projects)
+        return QueueRules(self.queue_ageing, self.queue_turns, self.projects, self.queue_priority)
 
     @field_validator("populations")
     @classmethod

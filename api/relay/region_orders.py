@@ -33,6 +33,11 @@ class LiveSpan:
         """The step of the round that runs."""
         return self.span.job, self.span.round, self.span.attempt, TRAIN
 
+    def untime(self) -> None:
+        """Nobody's time runs."""
+        if self.close is not None:
+            self.close.cancel()
+
 
 def next_order(
     span: RegionSpan, order: agent_pb2.Instruction, silo: str, relay: str, identity: SiloIdentity

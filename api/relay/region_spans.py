@@ -84,6 +84,15 @@ class RegionSpan:
         return ArtifactName(self.rounds[-1].made, self.rounds[-1].size) if self.rounds else self.start
 
     @property
+    def models(self) -> tuple[str, str]:
+        """The digests of the models that it needs."""
+        return self.start.digest, self.model.digest
+
+    def called(self, relay: str) -> str:
+        """The round that runs, in words."""
+        return f"round {self.round} within the region of the relay {relay}"
+
+    @property
     def within(self) -> list[relay_pb2.RegionRound]:
         """The rounds that have been, as the coordinator gets them."""
         return [made.message() for made in self.rounds]
@@ -106,22 +115,24 @@ class SpanFolder:
         self._relay = relay
         self.models = folder / "models"
         self.models.mkdir(parents=True, exist_ok=True)
+        self._spans: dict[str, RegionSpan] = {}
 
     def keep(self, span: RegionSpan) -> None:
         """Writes the span down, synced. ResourceError for a full disk. Blocks."""
+        self._spans[span.job] = span
         replace_synced(self._description(span), [json.dumps(asdict(span)).encode()])
 
     def adopt(self, span: RegionSpan, start: Path) -> None:
-        """Keeps the coordinator's model as long as the span. Blocks."""
+        """Keeps the coordinator's model as long as the span. ResourceError for a full disk. Blocks."""
         path = self.path(span.start.digest)
         if not path.exists():
             partial = path.with_suffix(".part")
             partial.unlink(missing_ok=True)
             try:
-                os.link(start, partial)
-            except OSError:
-                shutil.copyfile(start, partial)
-            partial.replace(path)
+                _linked(start, partial)
+                partial.replace(path)
+            except OSError as error:
+                raise explained(error, path) from error
 
     def path(self, digest: str) -> Path:
         """The file of a model."""
@@ -155,8 +166,7 @@ class SpanFolder:
 
     def leave(self, span: RegionSpan, model: str) -> None:
         """Forgets the model before the newest one. Blocks."""
-        if model != span.start.digest:
-            self.path(model).unlink(missing_ok=True)
+        self._remove(model)
 
     def moved(self, span: RegionSpan) -> torch.Tensor:
         """By how much the region's model is away from the coordinator's [d], float32. Blocks."""
@@ -166,13 +176,20 @@ class SpanFolder:
     def forget(self, span: RegionSpan) -> None:
         """The span is over. Blocks."""
         self._description(span).unlink(missing_ok=True)
+        self._spans.pop(span.job, None)
         for digest in (span.start.digest, *(each.made for each in span.rounds)):
+            self._remove(digest)
+
+    def _remove(self, digest: str) -> None:
+        """Forgets a model that no span needs: jobs may begin with the same one."""
+        if not any(digest in span.models for span in list(self._spans.values())):
             self.path(digest).unlink(missing_ok=True)
 
     def recover(self) -> list[RegionSpan]:
         """What an earlier process has kept, of each job; models that no span needs are removed. Blocks."""
         found = [span for path in sorted(self._folder.glob("*.json")) if (span := self._read(path))]
-        needed = {self.path(name.digest) for span in found for name in (span.start, span.model)}
+        self._spans = {span.job: span for span in found}
+        needed = {self.path(digest) for span in found for digest in span.models}
         for path in self.models.iterdir():
             if path not in needed:
                 path.unlink()
@@ -198,6 +215,13 @@ class SpanFolder:
     def _description(self, span: RegionSpan) -> Path:
         # All of it was checked to be words and numbers.
         return self._folder / f"{span.job}.json"
+
+
+def _linked(start: Path, to: Path) -> None:
+    try:
+        os.link(start, to)
+    except OSError:
+        shutil.copyfile(start, to)
 
 
 def _vector(path: Path) -> torch.Tensor:

@@ -44,8 +44,7 @@ from roundtable.server.services.upload_receipts import Receipts, unsigned
 
 log = logging.getLogger("roundtable.relay")
 
-RETRY_SECONDS = 1.0
-LATE_SECONDS, ORDERS_SECONDS = 1.0, 2.0
+RETRY_SECONDS, LATE_SECONDS, ORDERS_SECONDS = 1.0, 1.0, 2.0
 Receipt = agent_pb2.UploadReceipt
 
 
@@ -98,7 +97,7 @@ class RegionalRounds:
     async def close(self) -> None:
         """Ends all work; what is kept goes on after the next start."""
         for live in self._live.values():
-            self._untime(live)
+            live.untime()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -262,7 +261,7 @@ class RegionalRounds:
         if len(made.members) < least:
             self._give_up(
                 live,
-                f"{self._within(span)} has the updates of {len(made.members)} silos, and needs {least} "
+                f"{span.called(self._name)} has the updates of {len(made.members)} silos, and needs {least} "
                 "([regional] least_silos)",
             )
             return
@@ -288,7 +287,7 @@ class RegionalRounds:
             await self._started(live)
             closed: RoundMade = await self._durably(self._folder.make, span, made)
         except RoundtableError as error:
-            self._give_up(live, f"{self._within(span)}: {error}")
+            self._give_up(live, f"{span.called(self._name)}: {error}")
             return None
         if self._live.get(span.job) is not live or span.problem:
             return None
@@ -322,7 +321,7 @@ class RegionalRounds:
             step.job, first, step.round, step.attempt, start, time.time() + order.deadline_seconds
         )
         live = self._live[step.job] = LiveSpan(span)
-        self._folder.keep(span)
+        self._keep(span)
         self._sums.expect(live.asked, self._patience, min(self._patience, ORDERS_SECONDS))
         live.start = self._spawn(self._adopt(live))
         return live
@@ -343,18 +342,14 @@ class RegionalRounds:
         span = live.span
         if live.timed == span.round or span.round == span.last:
             return
-        self._untime(live)
+        live.untime()
         live.timed = span.round
         seconds = span.seconds(time.time()) + LATE_SECONDS
         live.close = asyncio.get_running_loop().call_later(seconds, self._nobody, live, span.round)
 
-    def _untime(self, live: LiveSpan) -> None:
-        if live.close is not None:
-            live.close.cancel()
-
     def _nobody(self, live: LiveSpan, round: int) -> None:
         if live.span.round == round and not live.span.problem and not self._sums.works_on(live.asked):
-            self._give_up(live, f"{self._within(live.span)}: no silo has delivered")
+            self._give_up(live, f"{live.span.called(self._name)}: no silo has delivered")
 
     def _give_up(self, live: LiveSpan, problem: str) -> None:
         """The region has no sum for the coordinator's round: each of its silos is said to have failed."""
@@ -362,7 +357,7 @@ class RegionalRounds:
         log.warning("%s: %s", span.job, problem)
         self._decided.settle(live.asked, None)
         span.problem = problem
-        self._folder.keep(span)
+        self._keep(span)
         for silo, order in list(live.orders.items()):
             self._fail(silo, order.step, "node_failure", problem)
             if (connected := self._silos.get(silo)) is not None:
@@ -372,15 +367,20 @@ class RegionalRounds:
                 connected.send(agent_pb2.ToAgent(withdraw=agent_pb2.Withdraw(step=over, reason=problem)))
         live.orders.clear()
 
-    def _within(self, span: RegionSpan) -> str:
-        return f"round {span.round} within the region of the relay {self._name}"
+    def _keep(self, span: RegionSpan) -> None:
+        """Writes the span down; where it cannot, the region has no round in this attempt."""
+        try:
+            self._folder.keep(span)
+        except ResourceError as error:
+            log.error("%s: %s", span.job, error)
+            span.problem = span.problem or f"{span.called(self._name)} cannot be kept on the relay's disk"
 
     def _drop(self, job: str) -> None:
         """Forgets the job's span: the coordinator has gone on, or the job is over."""
         live = self._live.pop(job, None)
         if live is None:
             return
-        self._untime(live)
+        live.untime()
         if live.span.round < live.span.last:
             self._decided.settle(live.asked, None)
         self._folder.forget(live.span)

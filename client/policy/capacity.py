@@ -34,6 +34,6 @@ def capacity_of(config: AgentConfig) -> SiloCapacity:
 
 def _free_disk(folder: Path) -> int:
     try:
-        return shutil.disk_usage(folder).free
+        return max(1, shutil.disk_usage(folder).free)
     except OSError:
         return 0

@@ -12,12 +12,14 @@ from typing import Any
 from roundtable.core.errors import ResourceError
 from roundtable.core.foreign_text import printable
 from roundtable.core.identity.certificates import SECRET_VARIABLES
+from roundtable.core.machine.stop_signals import kill_group
 
 MOST_OUTPUT = 64 << 10
+_END_SECONDS = 2.0
 
 
 async def ask_command(command: Sequence[str], inquiry: Mapping[str, Any]) -> Any:
-    """What the command answers to this object. Cancelling the call kills it.
+    """What the command answers to this object. Cancelling the call kills it and all that it has started.
 
     Raises ResourceError where it cannot be started, fails, writes too much or no JSON; the message is for the
     log of that machine, as it holds what the command wrote.
@@ -30,6 +32,7 @@ async def ask_command(command: Sequence[str], inquiry: Mapping[str, Any]) -> Any
             stderr=asyncio.subprocess.PIPE,
             env={name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
             limit=MOST_OUTPUT,
+            start_new_session=True,
         )
     except OSError as error:
         raise ResourceError(f"{command[0]} cannot be started: {error.strerror}") from error
@@ -45,8 +48,11 @@ async def ask_command(command: Sequence[str], inquiry: Mapping[str, Any]) -> Any
         status = await process.wait()
     finally:
         if process.returncode is None:
-            process.kill()
-            await process.wait()
+            # With all that it has started: what hangs below a script holds its pipes.
+            kill_group(process)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_SECONDS):
+                    await process.wait()
     if len(output) > MOST_OUTPUT:
         raise ResourceError(f"{command[0]} wrote more than {MOST_OUTPUT >> 10} KiB")
     if status:

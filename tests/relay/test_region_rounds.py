@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from roundtable.client.agent.connection import Link
 from roundtable.client.door.incoming import message_of
+from roundtable.client.door.model_names import ArtifactName
 from roundtable.client.policy.region_models import RegionWord, check_region
 from roundtable.core import JobConfig
-from roundtable.core.errors import IdentityError
+from roundtable.core.errors import IdentityError, ResourceError
 from roundtable.core.identity.credentials import create_ca, issue, load_silo_identity
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, model_digest, open_model, save_model
@@ -32,7 +33,7 @@ from roundtable.relay.cache import RegionCache
 from roundtable.relay.from_coordinator import FromCoordinator
 from roundtable.relay.held_updates import RelaySpool
 from roundtable.relay.made_sums import SumSpool
-from roundtable.relay.region_spans import SpanFolder
+from roundtable.relay.region_spans import RegionSpan, SpanFolder
 from roundtable.relay.regional import RegionalRounds
 from roundtable.relay.regional_table import RegionalTable
 from roundtable.relay.relay_sums import RelaySums
@@ -380,6 +381,42 @@ async def test_a_region_of_too_few_or_of_updates_that_are_none_gives_up_and_says
     assert {each.step.round for each in region.work.values()} == {1}
     assert not any(each.HasField("region") for each in region.work.values())
     await region.close()
+
+
+async def test_a_relay_whose_disk_is_full_has_no_round_and_keeps_its_stream(
+    tmp_path: Path, credentials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = Region(tmp_path, credentials, RegionalTable(least_silos=2))
+
+    def full(span: RegionSpan) -> None:
+        raise ResourceError("the disk is full")
+
+    monkeypatch.setattr(region.spans, "keep", full)
+    region.order(*"ab")
+    assert "cannot be kept on the relay's disk" in region.failures()["b"]
+    assert not region.work
+    monkeypatch.undo()
+    region.above.said.clear()
+    region.order(*"ab", attempt=2)
+    monkeypatch.setattr(region.spans, "keep", full)
+    region.sums.excused("b", ("job", 1, 2, "train"))
+    region.deliver("a")
+    await until(lambda: "needs 2" in region.failures().get("a", ""))
+    await region.close()
+
+
+def test_a_model_stays_as_long_as_one_of_two_jobs_needs_it(tmp_path: Path, credentials: Path) -> None:
+    folder = SpanFolder(tmp_path / "regional", "east")
+    start = credentials / "start.safetensors"
+    name = ArtifactName(model_digest(START), start.stat().st_size)
+    spans = [RegionSpan(job, 1, 4, 1, name, 9e9) for job in ("first", "second")]
+    for span in spans:
+        folder.keep(span)
+        folder.adopt(span, start)
+    folder.forget(spans[0])
+    assert not folder.moved(spans[1]).any()
+    folder.forget(spans[1])
+    assert not list(folder.models.iterdir())
 
 
 async def test_a_silo_that_fails_is_out_until_it_is_asked_again(tmp_path: Path, credentials: Path) -> None:

@@ -43,7 +43,9 @@ async def rows_of(
         digest = submission.model[:12]
         raise ConfigError(f"the initial model {digest} is not stored here: upload it before the job")
     agents = await database.read(all_clients)
-    if run == 1:  # A series does not end with a silo that has left.
+    if run == 1:
+        # Later a series goes on, though a silo has left or the rules are others.
+        services.queue.check(job.queue, submission.submitter, submission.submitter_role)
         make_algorithm(job.algorithm).check_clients([agent.name for agent in agents])
     population = max(1, sum(agent.offers(job.task.name) for agent in agents))
     spent: Sequence[Total] = ()

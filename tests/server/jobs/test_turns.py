@@ -14,6 +14,7 @@ from scripted_agent import ScriptedAgent
 from service import Operator, running
 
 from roundtable.core.errors import StorageError
+from roundtable.core.identity.credentials import issue
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.jobs import job_registry
@@ -290,3 +291,27 @@ async def test_silos_with_room_for_two_jobs_have_two(
     said = await broken.connect(capacity=agent_pb2.Capacity(jobs=0))
     await broken.close()
     assert "the jobs at a time" in said.refused.reason
+
+
+async def test_a_data_scientist_takes_no_place_that_others_pay_for(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    if not (certificates / "dana").exists():
+        issue(certificates / "ca", "dana", "data-scientist", certificates / "dana")
+    projects = {"heart": {"jobs": 3, "members": ["ben"]}, "lung": {"jobs": 2}}
+    async with (
+        running(settings(queue_priority=2, projects=projects)) as coordinator,
+        Operator(coordinator.port, certificates / "dana") as dana,
+        Operator(coordinator.port, certificates / "olga") as olga,
+    ):
+        for place, said in (
+            ("priority = 3", r"queue\.priority = 3 is more .* which is 2: ask an operator"),
+            ('project = "anew"', r"queue\.project = 'anew' is none of this coordinator's, heart, lung"),
+            ('project = "heart"', "'heart' counts no jobs of dana"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
+                await dana.submit(f"{BOTH}[queue]\n{place}", request="r")
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await olga.submit(f"{BOTH}[queue]\n{place}", request=place)
+        for place in ("priority = 2", 'project = "lung"', 'project = "dana"'):
+            await dana.submit(f"{BOTH}[queue]\n{place}", request=f"{place} of dana")
