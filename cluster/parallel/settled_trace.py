@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from roundtable.cluster.parallel.pipeline_stages import FixedOutput
 from roundtable.core.errors import TaskError
 from roundtable.core.seeds import isolated_randomness
 from roundtable.core.task import Task
+
+# Numbers of a made-up output beyond which it has some of a sequence's places, and how many of each kind.
+_MOST_NUMBERS, _PLACES = 1 << 23, 8
 
 
 def settled_trace(
@@ -98,19 +102,23 @@ def is_whole_loss(task: Task, traced: Trace, batches: Sequence[Any]) -> bool:
     chance = any(each.name == "" for each in traced.draws)
     if call is not None and call.output and call.output[0] == traced.examples and not chance:
         for batch in batches:
-            if (found := _differs_in_parts(task, call.output[1:], batch)) is not None:
+            if (found := _differs_in_parts(task, call.output[1:], batch, traced.ignored)) is not None:
                 return found
     labels = [leaf for leaf in tree_leaves(batches[0]) if isinstance(leaf, Tensor) and leaf.dim() > 1]
     counts = [(leaf == each).flatten(1).sum(1) for leaf in labels for each in traced.ignored]
     return any(bool((each != each[0]).any()) for each in counts)
 
 
-def _differs_in_parts(task: Task, shape: Sequence[int], batch: Any) -> bool | None:
+def _differs_in_parts(task: Task, shape: Sequence[int], batch: Any, ignored: Collection[int]) -> bool | None:
     """None where the loss does not take a made-up output."""
     length = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)
     cut = length // 2 - (length % 2 == 0)
     if cut < 1:
         return None
+    if len(shape) > 1 and length * math.prod(shape) > _MOST_NUMBERS:
+        places = _telling_places(batch, shape[0], ignored)
+        batch = tree_map_only(Tensor, partial(_at_places, places=places, whole=shape[0]), batch)
+        shape = len(places), *shape[1:]
     generator = torch.Generator().manual_seed(1)
     wide = 3.0 * torch.randn(length, *shape, generator=generator)
     for made in (wide, wide.sigmoid()):
@@ -130,3 +138,24 @@ def _differs_in_parts(task: Task, shape: Sequence[int], batch: Any) -> bool | No
             mean = (cut * one + (length - cut) * other) / length
             return not math.isclose(whole, mean, rel_tol=1e-3, abs_tol=1e-6)
     return None
+
+
+def _telling_places(batch: Any, length: int, ignored: Collection[int]) -> list[int]:
+    """Places of a sequence that stand for all: some evenly apart, and some that examples mask unlike."""
+    unlike = torch.zeros(length, dtype=torch.bool)
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.shape[1] in (length, length + 1):
+            for value in (0, *ignored):
+                masked = leaf[:, -length:] == value
+                unlike |= (masked != masked[0]).any(0)
+    found = unlike.nonzero().flatten().tolist()
+    return sorted({*range(0, length, -(-length // _PLACES)), *found[:_PLACES], *found[-_PLACES:]})
+
+
+def _at_places(tensor: Tensor, places: Sequence[int], whole: int) -> Tensor:
+    """A tensor of a batch at these places of the sequence; one that has the next token too keeps its last."""
+    for dimension, size in enumerate(tensor.shape):
+        if dimension and size in (whole, whole + 1):
+            taken = [*places, whole] if size > whole else places
+            tensor = tensor.index_select(dimension, torch.tensor(taken))
+    return tensor

@@ -43,7 +43,7 @@ from torch.nn import functional as F
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.choice.planner import make_plan
-from roundtable.cluster.parallel.forward_trace import fake_model, trace
+from roundtable.cluster.parallel.forward_trace import ModuleCall, Trace, fake_model, trace
 from roundtable.cluster.parallel.settled_trace import is_whole_loss
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.arithmetic import optimizer_cost
@@ -188,6 +188,26 @@ def test_a_loss_of_the_whole_batch_is_a_micro_batch_s_where_that_is_chosen() -> 
     assert is_whole_loss(inside, traced, [(labelled[0], odd)])
     odd[:, 1:] = -100
     assert not is_whole_loss(inside, traced, [(labelled[0], odd)])
+
+
+def test_a_loss_over_a_long_sequence_is_tried_at_places_that_tell() -> None:
+    """Of 50 million made-up logits some thousands are made; two examples differ in their last label alone."""
+    seen: list[int] = []
+
+    def following(model: nn.Module, batch: Any) -> Tensor:
+        words, mask = batch
+        logits = model(words[:, :-1])
+        seen.append(logits.numel())
+        losses = F.cross_entropy(logits.mT, words[:, 1:], reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+    words, mask = torch.ones(3, 4097, dtype=torch.int64), torch.ones(3, 4096)
+    traced = Trace(3, calls=[ModuleCall("", (), (3, 4096, 4096))])
+    task = Words(Speaker, following)
+    assert not is_whole_loss(task, traced, [(words, mask)])
+    mask[0, 4000] = 0
+    assert is_whole_loss(task, traced, [(words, mask)])
+    assert max(seen) < 1 << 20
 
 
 def test_a_table_that_other_code_reads_is_not_split() -> None:
