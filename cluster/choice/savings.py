@@ -83,7 +83,7 @@ def _sharded(search: Search, chosen: Strategy) -> Iterator[tuple[str, Strategy, 
     if search.private or chosen.local_steps or mesh.data == 1:
         return
     ranks, exact = mesh.data, replace(chosen, reduction="exact", unused=False, offload=False)
-    dense = replace(mesh, dp=ranks, fsdp=1)
+    dense = replace(mesh, dp=ranks, fsdp=1, ep=1)
     whole = {"zero3": ("zero2", mesh), "zero2": ("ddp", dense), "zero1": ("ddp", dense)}
     names = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
     split = mesh.tp > 1 or mesh.pp > 1 or mesh.ep > 1

@@ -104,8 +104,11 @@ class Router(nn.Linear):
 class MixtureOfExperts(nn.Module):
     """A feed-forward part in which each token passes `top_k` of `experts` experts.
 
-    After a forward pass `balance_loss` holds experts · Σ fᵢ·Pᵢ over the tokens of this rank, for the task's
-    loss to add with a small factor: 1 at even use of all experts. f counts what tokens chose.
+    After a forward pass `balance_loss` holds the mean over examples of experts · Σ fᵢ·Pᵢ over an example's
+    tokens (Lepikhin et al. 2021, algorithm 1, whose groups are the examples), for the task's loss to add with
+    a small factor: 1 at even use of all experts. f counts what tokens chose. So a batch's is the mean of its
+    parts', however ranks and micro-batches share it out. Of tokens without examples, [tokens, dim], all are
+    one group, and a loss that reads it is refused where a batch is not run at once.
     """
 
     def __init__(
@@ -146,8 +149,15 @@ class MixtureOfExperts(nn.Module):
         self.dynamic = dynamic
         self.router = Router(dim, experts)
         self.experts = Experts(experts, dim, hidden)
-        self.balance_loss: Tensor | None = None
+        self.one_group = self.balance_read = False
         self.load: Tensor | None = None
+        self._balance: Tensor | None = None
+
+    @property
+    def balance_loss(self) -> Tensor | None:
+        """Of the last pass, a scalar; None before the first."""
+        self.balance_read = True
+        return self._balance
 
     @property
     def ordered(self) -> bool:
@@ -168,8 +178,11 @@ class MixtureOfExperts(nn.Module):
         probabilities = self.router(tokens).softmax(-1)
         chosen = probabilities.topk(self.top_k, -1).indices
         experts = self.experts.experts
-        share = F.one_hot(chosen.flatten(), experts).sum(0) / chosen.numel()
-        self.balance_loss = experts * (share * probabilities.mean(0)).sum()
+        self.one_group = x.dim() < 3
+        groups = 1 if self.one_group else len(x)
+        share = F.one_hot(chosen.reshape(groups, -1), experts).to(probabilities.dtype).mean(1)
+        used = probabilities.reshape(groups, -1, experts).mean(1)
+        self._balance = experts * (share * used).sum(-1).mean()
         most = chosen.numel()
         places = chosen
         if self.ordered:
@@ -207,6 +220,18 @@ class MixtureOfExperts(nn.Module):
         """Adds to the step's loads; checkpointed layers count twice, which no share shows."""
         if self.training and not isinstance(counts, FakeTensor):
             self.load = counts if self.load is None else self.load + counts
+
+
+def balances_batch(model: nn.Module) -> bool:
+    """Whether a loss that was traced adds the balance of experts over all tokens of a batch, which is not the
+    mean of its parts': of tokens without examples, or as models of transformers do by `output_router_logits`.
+    """
+    own = any(
+        isinstance(module, MixtureOfExperts) and module.balance_read and module.one_group
+        for module in model.modules()
+    )
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return own or any(getattr(each, "output_router_logits", False) is True for each in configs)
 
 
 def expert_loads(model: nn.Module) -> ExpertLoads:

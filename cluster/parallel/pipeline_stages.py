@@ -7,7 +7,7 @@ torchtitan's models do, or be a Sequential's. Names of parameters stay those of 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import accumulate
@@ -133,7 +133,29 @@ class _Stop(Exception):
         self.inputs = inputs
 
 
-class Capture(nn.Module):
+class _NoParts(nn.Module):
+    """Stands in for a model of which other stages have parts: a loss that asks for them would miss those."""
+
+    @override
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """TaskError: with it end `modules`, `parameters`, `buffers` and the like."""
+        raise TaskError(
+            "the loss reads the model's parts (modules, parameters, buffers), as for a penalty or the "
+            "balance of experts, and in a pipeline each stage has some of them; let it read the output alone"
+        )
+
+    @override
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As named_modules."""
+        yield from self.named_modules()
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As named_modules."""
+        return dict(self.named_modules())
+
+
+class Capture(_NoParts):
     """Stands in for the model to catch the inputs that a loss calls it with."""
 
     @override
@@ -174,6 +196,10 @@ class FixedOutput(nn.Module):
             if not self._later and self.differs:
                 raise TaskError(OTHER_INPUTS)
         return self._output
+
+
+class LastOutput(_NoParts, FixedOutput):
+    """The output of a pipeline's last stage, for a loss that looks at nothing else."""
 
 
 def inputs_of(task: Task, batch: Any) -> tuple[Any, ...]:
@@ -225,7 +251,7 @@ class Pipeline:
             return isolated_randomness(derive_seed(drawn, "loss", index), self._device)
 
         def weighted(output: Any, index: int) -> Tensor:
-            model = FixedOutput(output, None if index else inputs[0], later=True)
+            model = LastOutput(output, None if index else inputs[0], later=True)
             with the_same(index):
                 loss = task.loss(model, batches[index]) * weights[index]
             if not index:
@@ -242,7 +268,7 @@ class Pipeline:
         pairs = zip(losses, weights, strict=True)
         return torch.stack([loss.detach() / (weight or 1.0) for loss, weight in pairs])
 
-    def outputs(self, task: Task, batch: Any) -> FixedOutput | None:
+    def outputs(self, task: Task, batch: Any) -> LastOutput | None:
         """The model's output without gradients, as a model for this batch's loss, on the last stage.
 
         The generators are afterwards as they were before, so that the loss may draw the same again.
@@ -257,7 +283,7 @@ class Pipeline:
 
         with torch.no_grad():
             self._run([inputs] * len(outputs), note, [])
-        return FixedOutput(outputs[0], inputs) if self.last else None
+        return LastOutput(outputs[0], inputs) if self.last else None
 
     def padded(self, count: int) -> int:
         """The number of micro-batches that the schedule takes for `count` of them."""

@@ -242,9 +242,10 @@ def refuse_loss(probe: ModelProbe, job: JobConfig, strategy: Strategy) -> str:
         return ""
     return (
         "the loss of a batch is not the mean of its examples' losses (a sum, a mean over tokens of which "
-        "examples have different numbers, a comparison of examples), so that the losses of ranks and "
-        "micro-batches do not make it up; divide by what every example has, as rows × length, or set "
-        'batch_norm = "local" in [cluster.strategy], with which each micro-batch has a loss of its own'
+        "examples have different numbers, a comparison of examples, the balance of experts over all tokens), "
+        "so that the losses of ranks and micro-batches do not make it up; divide by what every example has, "
+        'as rows × length, or set batch_norm = "local" in [cluster.strategy], with which each micro-batch '
+        "has a loss of its own"
     )
 
 

@@ -40,6 +40,7 @@ def check_by_hand(probe: ModelProbe, resources: Resources, table: ClusterTable) 
             "kernel to be checked with; tp with sequence_parallel shards the sequence between the blocks"
         )
     _check_offloads(probe, resources, hand)
+    _check_experts(probe, hand.ep or 1)
     degrees = {key: getattr(hand, key) for key in ("pp", "dp", "fsdp", "tp") if getattr(hand, key)}
     ranks = prod(degrees.values())
     mesh = " × ".join(f"{key} {value}" for key, value in degrees.items())
@@ -66,6 +67,22 @@ def check_by_hand(probe: ModelProbe, resources: Resources, table: ClusterTable) 
             f"[cluster.strategy] tp = {hand.tp} would cross nodes of {resources.devices} devices: "
             "every layer would wait for the network"
         )
+
+
+def _check_experts(probe: ModelProbe, ep: int) -> None:
+    if ep == 1:
+        return
+    if not probe.experts:
+        raise ConfigError(
+            f"[cluster.strategy] ep = {ep}: the model has no roundtable.cluster.parallel.experts."
+            "MixtureOfExperts, whose experts alone are shared out; leave ep out, or use fsdp"
+        )
+    for name in probe.experts:
+        count = next(each.shape[0] for each in probe.anatomy.weights if each.name.startswith(f"{name}."))
+        if count % ep:
+            raise ConfigError(
+                f"[cluster.strategy] ep = {ep}: {name} has {count} experts, which do not divide by {ep}"
+            )
 
 
 def _check_offloads(probe: ModelProbe, resources: Resources, hand: StrategyTable) -> None:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
-from roundtable.cluster.parallel.experts import Experts, MixtureOfExperts
+from roundtable.cluster.parallel.experts import Experts, MixtureOfExperts, balances_batch
 from roundtable.cluster.parallel.forward_trace import (
     NotTraceable,
     Trace,
@@ -35,7 +35,7 @@ from roundtable.cluster.parallel.forward_trace import (
 from roundtable.cluster.parallel.meta_init import check_same_tensors, model_on_meta
 from roundtable.cluster.parallel.packed_layers import inputs_of_layer, outputs_of, take_inputs, take_outputs
 from roundtable.cluster.parallel.pipeline_stages import (
-    FixedOutput,
+    LastOutput,
     inputs_of,
     keep_only,
     partition,
@@ -115,7 +115,7 @@ def probe_model(
         work=count_work(task, batch),
         optimizer=cost.work,
         streamed=count_examples(data) is None,
-        whole_loss=is_whole_loss(task, traced, (example_batch(data, _MANY), batch)),
+        whole_loss=is_whole_loss(task, traced, (example_batch(data, _MANY), batch)) or balances_batch(model),
         varies=varies,
         own_optimizer=cost.own,
         by_entry=cost.by_entry,
@@ -332,7 +332,7 @@ def cannot_pipeline(task: Task, anatomy: Anatomy, batch: Any) -> str:
                     values = (output,)
             with mode:
                 fakes = tree_map_only(Tensor, mode.from_tensor, batch)
-                task.loss(FixedOutput(torch.empty(values[0].shape, dtype=values[0].dtype)), fakes)
+                task.loss(LastOutput(torch.empty(values[0].shape, dtype=values[0].dtype)), fakes)
     except TaskError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - code that wants all of its parts may raise anything

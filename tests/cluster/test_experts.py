@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster_cases import Case, adam, fit_and_report, run_cases
+from cluster_cases import Balanced, Case, adam, fit_and_report, run_cases
 from cluster_models import Language, Limited, Mixture
 from cluster_plans import STEPS, plan
 from hypothesis import given
@@ -25,7 +25,7 @@ from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.experts import MixtureOfExperts
 from roundtable.cluster.parallel.routing import places_at, spread
 from roundtable.cluster.parallel.strategy import Mesh, Strategy
-from roundtable.cluster.plan.memory_estimate import estimate
+from roundtable.cluster.plan.memory_estimate import ModelProbe, estimate
 from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
@@ -145,6 +145,41 @@ def test_a_step_tells_what_its_experts_got() -> None:
         for report, expected in zip(reports, alone, strict=True):
             assert report["experts"] == pytest.approx(expected)
     assert all(0 < each["least"] < each["mean"] < each["most"] <= 0.125 + 1e-9 for each in alone)
+
+
+def test_the_balance_of_experts_is_one_process_s_however_a_batch_is_shared_out(tmp_path: Path) -> None:
+    strategies = {"ddp": plan("ddp", dp=2), "ep": plan("zero3", fsdp=2, ep=2, micro=1, checkpointing="every")}
+    cases = [Case(name, strategy, Balanced(), STEPS) for name, strategy in strategies.items()]
+    for results in run_ranks(run_cases, 2, cases, tmp_path):
+        for name, found in results.items():
+            assert found["weights"] < 1e-10, (name, found)
+            assert found["loss"] < 1e-10, (name, found)
+
+
+class OfAllTokens(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(self.ffn_norm(x).flatten(0, 1)).view_as(x)
+
+
+def test_experts_are_planned_and_what_ranks_would_not_share_is_refused() -> None:
+    small = {"layers": 2, "examples": 8, "length": 4}
+    tasks = Balanced(**small), Language(**small), Balanced(block=OfAllTokens, **small)
+    balanced, dense, mixed = (probe_model(task, task.data(Site("silo"))[0], device="cpu") for task in tasks)
+    job = JobConfig.model_validate({"task": "t", "algorithm": {"batch_size": 6, "steps": 1}})
+
+    def planned(probe: ModelProbe, devices: int, **strategy: object) -> Strategy:
+        table = ClusterTable.model_validate({"strategy": strategy})
+        return make_plan(probe, Resources(1, devices, 1 << 40, "cpu"), job, table).strategy
+
+    assert planned(balanced, 2, ep=2, fsdp=2).mesh.ep == 2
+    for probe, devices, options, said in [
+        (balanced, 3, {"ep": 3}, "has 4 experts, which do not divide by 3"),
+        (dense, 2, {"ep": 2}, "the model has no .*MixtureOfExperts"),
+        (balanced, 2, {"pp": 2}, "the loss reads the model's parts"),
+        (mixed, 2, {"data_parallel": "zero2"}, "the balance of experts over all tokens"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            planned(probe, devices, **options)
 
 
 def test_rules_that_do_not_go_together_are_refused() -> None:

@@ -21,6 +21,7 @@ from roundtable.client.training.evaluation import evaluate
 from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import LocalWork
 from roundtable.cluster.parallel.anatomy import dissect
+from roundtable.cluster.parallel.experts import MixtureOfExperts
 from roundtable.cluster.parallel.forward_trace import fake_model, trace
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import plain_name, prepare_update, write_deltas
@@ -62,6 +63,17 @@ class WithAdam(Language):
 
 def adam(**model: Any) -> WithAdam:
     return WithAdam(dtype=torch.float64, **model)
+
+
+class Balanced(WithAdam):
+    """Experts whose even use is part of the loss."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"dtype": torch.float64, "block": Mixture, **options})
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        return loss + sum(each.balance_loss for each in model.modules() if isinstance(each, MixtureOfExperts))
 
 
 def experts() -> WithAdam:
