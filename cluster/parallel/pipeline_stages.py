@@ -150,7 +150,7 @@ class _NoParts(nn.Module):
         yield from self.named_modules()
 
     @override
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As named_modules."""
         return dict(self.named_modules())
 
