@@ -16,7 +16,7 @@ from roundtable.engine.context import JobContext
 from roundtable.engine.metrics import means, worked_out
 from roundtable.engine.policies.training_policy import Combine, Decision, GiveUp, TrainingPolicy
 from roundtable.engine.records import record_of, record_without_model, shown
-from roundtable.engine.state import Attempt, hops_after
+from roundtable.engine.state import Attempt, hops_after, in_queue
 from roundtable.engine.stopping import missing_metric, stop_reason
 from roundtable.engine.validation.secure_feasibility import sums_exactly
 
@@ -324,6 +324,12 @@ class Phases:
         """Gives up the turn between two attempts: nothing is asked of anybody before the next `Start`."""
         self._state.queued, self._state.yielding = now, ""
         self._stop_now("waiting", reason)
+
+    def stand_in_line(self, now: float) -> None:
+        """Operators hold the job no more: it waits for its turn from now on, if it has none."""
+        if in_queue(self._state):
+            self._state.queued = now
+        self._context.note("job_released", "the job may have its turn again")
 
     def take_turn(self, now: float) -> None:
         """Begins with the first round, or goes on where the job gave up its turn or was paused."""

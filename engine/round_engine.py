@@ -397,4 +397,4 @@ class RoundEngine:
             self._context.note("job_held", f"the job is held in the queue: {event.hold}")
             self._on_yield(m.Yield(event.hold), now)
         else:
-            self._context.note("job_released", "the job may have its turn again")
+            self._phases.stand_in_line(now)

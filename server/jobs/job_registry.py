@@ -304,8 +304,8 @@ class JobRegistry:
                 raise ConfigError(f"queue.after: {error}", key=("queue", "after")) from error
         return tuple(found)
 
-    async def _statuses(self, jobs: frozenset[str]) -> dict[str, str]:
-        """How these jobs stand, by identifier."""
+    async def _statuses(self, jobs: frozenset[str]) -> dict[str, tuple[str, float]]:
+        """How these jobs stand, and since when, by identifier."""
         return await self._services.database.read(lambda connection: store.statuses(connection, jobs))
 
     async def _take_up(self, row: JobRow) -> JobRunner:

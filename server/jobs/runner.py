@@ -123,10 +123,10 @@ class JobRunner:
         """The identifiers of the jobs that it comes after; none once it has begun."""
         return () if self._engine.state.started else tuple(self.row.snapshot.get("after", ()))
 
-    def contender(self, blocked: str) -> Contender | None:
-        """The job as the queue sees it; None where it is paused or over."""
+    def contender(self, blocked: str, freed: float) -> Contender | None:
+        """The job as the queue sees it, `blocked` until `freed`; None where it is paused or over."""
         elapsed = self._services.clock() - self.round_began
-        return contender_of(self.row, self.job, self._engine, blocked, self._pace.seconds, elapsed)
+        return contender_of(self.row, self.job, self._engine, blocked, freed, self._pace.seconds, elapsed)
 
     def has_asked(self, client: str) -> bool:
         """Whether a round of the job has ever drawn this client."""

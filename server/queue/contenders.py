@@ -13,11 +13,18 @@ from roundtable.server.store import AgentRow, JobRow
 
 
 def contender_of(
-    row: JobRow, job: JobConfig, engine: RoundEngine, blocked: str, pace: float | None, elapsed: float
+    row: JobRow,
+    job: JobConfig,
+    engine: RoundEngine,
+    blocked: str,
+    freed: float,
+    pace: float | None,
+    elapsed: float,
 ) -> Contender | None:
     """The job as `schedule` takes it; None where it is paused or over.
 
-    `pace`: seconds that its rounds took, None before the first; `elapsed`: those of the one that runs so far.
+    `freed`: when the last of those that it comes after has ended; it waits since then. `pace`: seconds that
+    its rounds took, None before the first; `elapsed`: those of the one that runs so far.
     """
     state, population = engine.state, engine.population
     if state.status not in ("waiting", "running"):
@@ -29,7 +36,7 @@ def contender_of(
         name=row.name,
         project=job.queue.project or row.submitter,
         priority=job.queue.priority if state.priority is None else state.priority,
-        since=state.queued or row.submitted,
+        since=max(state.queued or row.submitted, freed),
         turn=not engine.queued,
         silos=frozenset(name for name in population.known() if name not in held),
         there=len(there),

@@ -48,8 +48,8 @@ class Contender:
         return max(self.since, self.earliest)
 
     def level(self, now: float, ageing: float) -> int:
-        """Its priority, and what waiting has added."""
-        waited = 0.0 if self.turn else max(0.0, now - self.waits_from)
+        """Its priority, and what waiting has added: what waits for a person or another job is not in line."""
+        waited = 0.0 if self.turn or self.blocked else max(0.0, now - self.waits_from)
         return self.priority + math.floor(waited / ageing)
 
     @property

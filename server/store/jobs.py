@@ -161,11 +161,11 @@ def listed_jobs(connection: Connection) -> list[JobRow]:
     return [JobRow(**row._mapping, snapshot={}) for row in connection.execute(query)]
 
 
-def statuses(connection: Connection, jobs: Collection[str]) -> dict[str, str]:
-    """How these jobs stand, by identifier; of one that never was, DELETED."""
+def statuses(connection: Connection, jobs: Collection[str]) -> dict[str, tuple[str, float]]:
+    """How these jobs stand, and since when, by identifier; one that never was is DELETED."""
     table = tables.jobs.c
-    found = connection.execute(sa.select(table.id, table.status).where(table.id.in_(jobs)))
-    return dict.fromkeys(jobs, DELETED) | {row.id: row.status for row in found}
+    found = connection.execute(sa.select(table.id, table.status, table.updated).where(table.id.in_(jobs)))
+    return dict.fromkeys(jobs, (DELETED, 0.0)) | {row.id: (row.status, row.updated) for row in found}
 
 
 def unfinished_jobs(connection: Connection) -> list[JobRow]:

@@ -41,5 +41,8 @@ def test_a_job_that_is_held_takes_no_turn_until_it_is_released() -> None:
     driver.join("a", "b")
     driver.send(m.MovedInQueue(hold="review"), m.Start())
     assert driver.engine.queued
-    driver.send(m.MovedInQueue(hold=""), m.Start())
+    driver.now += 7 * 86400.0
+    driver.send(m.MovedInQueue(hold=""))
+    assert driver.engine.state.queued == driver.now, "a week of review lifts it above nobody"
+    driver.send(m.Start())
     assert driver.step() == m.Step(1, 1, m.TRAIN)

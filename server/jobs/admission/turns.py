@@ -34,14 +34,14 @@ BUSY_SHARE = 0.1
 class Turns:
     """The queue of all jobs that are not over; `look` tells it that something may have changed.
 
-    `runners` are those that there are; `statuses` reads of jobs, by identifier, how they stand; `rules` are
-    the operators' for the queue.
+    `runners` are those that there are; `statuses` reads of jobs, by identifier, how they stand and since
+    when; `rules` are the operators' for the queue.
     """
 
     def __init__(
         self,
         runners: Callable[[], Iterable[JobRunner]],
-        statuses: Callable[[frozenset[str]], Awaitable[Mapping[str, str]]],
+        statuses: Callable[[frozenset[str]], Awaitable[Mapping[str, tuple[str, float]]]],
         clock: Callable[[], float],
         rules: QueueRules,
     ) -> None:
@@ -53,7 +53,7 @@ class Turns:
         self._task: asyncio.Task[None] | None = None
         self._capacities: dict[str, Amounts] = {}
         self._learnt = 0
-        self._stand: dict[str, str] = {}
+        self._stand: dict[str, tuple[str, float]] = {}
         self._decided: list[Standing] = []
         self._decided_on: object = None
 
@@ -136,7 +136,7 @@ class Turns:
     async def _decide(self) -> None:
         before = {job for runner in self._runners() if runner.waits for job in runner.after}
         living = {runner.row.id for runner in self._runners()}
-        over = {job for job, status in self._stand.items() if status in FINAL}
+        over = {job for job, (status, _) in self._stand.items() if status in FINAL}
         if unknown := frozenset(before - living - over):
             self._stand |= await self._statuses(unknown)
         # Only now: jobs may have come meanwhile.
@@ -168,7 +168,8 @@ class Turns:
         return self._schedule(contenders, self._clock())
 
     def _contender(self, runner: JobRunner) -> Contender | None:
-        return runner.contender(self._unmet(runner) if runner.waits else "")
+        freed = max((self._stand[job][1] for job in runner.after if job in self._stand), default=0.0)
+        return runner.contender(self._unmet(runner) if runner.waits else "", freed)
 
     def _unmet(self, runner: JobRunner) -> str:
         """Which job this one still comes after; "" for none."""
@@ -176,7 +177,7 @@ class Turns:
         for job in runner.after:
             if job in living:
                 return f"it comes after {living[job]}, which is not finished"
-            status = self._stand.get(job)
+            status, _ = self._stand.get(job, (None, 0.0))
             if status is None:
                 return f"it comes after job {job[:8]}, and how that stands is being looked up"
             if status not in FINAL:

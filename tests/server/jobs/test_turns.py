@@ -179,7 +179,12 @@ async def test_a_job_comes_after_others_and_says_so_if_they_do_not_finish(
     ):
         pair = Pair(alder, birch)
         assert (await queue(operator))[then].reason == "it comes after t, which is not finished"
-        assert [await pair.round(), await pair.round()] == [first, then]
+        since = (await move(operator, then, hold="not yet")).submitted
+        assert await pair.round() == first
+        # It has waited in line since the other one has ended.
+        await until_queue(operator, lambda q: q[then].since > since)
+        await move(operator, then, hold="")
+        assert await pair.round() == then
     await operator.watch_until(then, "finished")
     lost = (await operator.submit(BOTH, rounds=1, request="lost")).id
     orphan = (await operator.submit(f'{BOTH}[queue]\nafter = ["{lost}"]', rounds=1, request="orphan")).id

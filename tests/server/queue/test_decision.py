@@ -86,7 +86,9 @@ def test_a_job_that_cannot_begin_keeps_nobody_from_it() -> None:
         contender("a", "xyz", there=1, least=3, shortage="1 of 3"), contender("b", "x", since=5.0)
     )
     assert (found["a"].reason, found["b"].verdict) == ("1 of 3", "begins")
-    found = decided(contender("a", "x", blocked="held by olga", priority=9), contender("b", "x"))
+    held = contender("a", "x", blocked="held by olga", priority=9)
+    assert held.level(9 * HOUR, HOUR) == 9, "it stands in no line meanwhile"
+    found = decided(held, contender("b", "x"))
     assert (found["a"].reason, found["b"].verdict) == ("held by olga", "begins")
 
 
