@@ -109,7 +109,7 @@ def probe_model(
         experts=tuple(name for name, module in model.named_modules() if isinstance(module, Experts)),
         cannot_split={degree: _VALUES if mode is None else tried(degree) for degree in _DEGREES},
         cannot_pipeline=_no_pipeline(task, anatomy, data, batch, traced, varies, real=mode is None),
-        cannot_run=cannot_run(task, anatomy, batch) if mode is not None else _VALUES,
+        cannot_run=_no_runs(task, anatomy, batch, varies) if mode is not None else _VALUES,
         half=in_half(task, batch) if bfloat16 and mode is not None else None,
         gloo=device == "cpu",
         work=count_work(task, batch),
@@ -342,6 +342,13 @@ def cannot_pipeline(task: Task, anatomy: Anatomy, batch: Any) -> str:
             f"({type(error).__name__}: {first})"
         )
     return ""
+
+
+def _no_runs(task: Task, anatomy: Anatomy, batch: Any, varies: str) -> str:
+    """Why runs of blocks cannot be checkpointed together: a pass that leaves one out ends no run."""
+    if varies:
+        return f"checkpointing = 'sqrt': whether {varies} is called depends on chance; use 'every'"
+    return cannot_run(task, anatomy, batch)
 
 
 def cannot_run(task: Task, anatomy: Anatomy, batch: Any) -> str:

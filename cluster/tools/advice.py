@@ -19,7 +19,7 @@ FULL, HALF_EMPTY = 0.92, 0.5
 COMMUNICATING, WAITING = 0.3, 0.1
 # Of the devices' peak.
 IDLE = 0.25
-# A step's deviation over its mean; a rank's waiting over the mean of all.
+# A step's deviation over its mean; a rank's waiting over the mean of the others.
 UNEVEN, BEHIND = 0.5, 2.0
 
 
@@ -89,7 +89,7 @@ RULES = (
     AdviceRule(
         "data",
         lambda s: s.behind > BEHIND and s.waiting > WAITING / 2,
-        lambda s: f"rank {s.slowest} waits for data {s.behind:.1f} times as long as ranks do in the mean",
+        lambda s: f"rank {s.slowest} waits for data {s.behind:.1f} times as long as the others in the mean",
         "make shards of about one size, and as many lanes as a multiple of the data-parallel ranks",
     ),
     AdviceRule(
@@ -148,7 +148,9 @@ def _shares(report: Mapping[str, Any]) -> StepShares:
     seconds = _mean(report, "seconds")
     waits = [rank["waiting"] for rank in report["ranks"]]
     slowest = max(range(len(waits)), key=waits.__getitem__, default=0)
-    mean_wait = sum(waits) / len(waits) if waits else 0.0
+    others = len(waits) - 1
+    # Of the others: with two ranks none waits more than twice the mean of both.
+    mean_wait = (sum(waits) - waits[slowest]) / others if others > 0 else 0.0
     return StepShares(
         memory=report["memory"] / report["memory_limit"] if report["memory_limit"] else math.nan,
         communicating=_mean(report, "communicating") / seconds if seconds > 0 else math.nan,

@@ -210,6 +210,16 @@ def test_a_loss_over_a_long_sequence_is_tried_at_places_that_tell() -> None:
     assert max(seen) < 1 << 20
 
 
+def test_blocks_left_out_by_chance_are_not_checkpointed_in_runs() -> None:
+    def made() -> nn.Module:
+        model = LeftOut(random.random)
+        model.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12)) for _ in range(4))
+        return model
+
+    with pytest.raises(ConfigError, match=r"'sqrt': whether layers.* is called depends on chance"):
+        planned(Odd(made), data_parallel="ddp", checkpointing="sqrt")
+
+
 def test_a_table_that_other_code_reads_is_not_split() -> None:
     styles = looked_over(Words(Speaker, padded)).tensor_parallel.styles
     assert set(styles.values()) == {"column", "row"}
