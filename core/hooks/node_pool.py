@@ -55,7 +55,7 @@ class PoolTable(Table):
         """The most nodes, by number and by cost."""
         if self.node_cost is None or self.cost is None:
             return self.most
-        return min(self.most, math.floor(self.cost / self.node_cost + 1e-9))
+        return math.floor(min(self.most, self.cost / self.node_cost + 1e-9))
 
     @model_validator(mode="after")
     def _bounds(self) -> PoolTable:

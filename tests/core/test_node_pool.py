@@ -43,6 +43,7 @@ def test_a_pool_costs_no_more_than_it_may() -> None:
     rules = table(node_cost=2.5, cost=10.0)
     assert rules.limit == 4
     assert NodePool(rules, -1e9).wanted(PoolLoad(1, 20, 1e9), 0.0, 1) == 4
+    assert table(node_cost=1e-300, cost=1e300).limit == table().most, "a price that is hardly one"
     for wrong in ({"cost": 1.0}, {"cost": 1.0, "node_cost": 2.0}, {"least": 13}):
         with pytest.raises(ValidationError, match=r"go together|at most"):
             table(**wrong)
