@@ -232,7 +232,10 @@ class JobContext:
 
     def record(self, name: str) -> ClientRecord:
         """The client's record, made on first use."""
-        return self.state.clients.setdefault(name, ClientRecord())
+        record = self.state.clients.get(name)
+        if record is None:
+            record = self.state.clients[name] = ClientRecord()
+        return record
 
     def deadline_for(self, cohort: Sequence[str]) -> float:
         """Seconds that these clients have to train: as the job says, or as long as most of them took last.

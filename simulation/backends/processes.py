@@ -176,6 +176,10 @@ class Processes:
     def _chunk(self, order: _Order) -> int:
         return self._own.chunk if order.op == "train" else EVALUATED_TOGETHER
 
+    def _least(self, order: _Order) -> int:
+        """Of many clients that evaluate several go together: putting the model in place takes longer than one."""
+        return max(1, min(8, len(order.work) // (8 * len(order.queues)))) if order.op == "evaluate" else 1
+
     def _shares(self, work: Sequence[Work]) -> list[deque[int]]:
         """Places for each process: where the client's data is, or would be, unless that is out of balance."""
         count = len(self._workers) + 1
@@ -201,7 +205,8 @@ class Processes:
             return []
         # Towards the end in small bites, so that all are done at the same time.
         left = sum(map(len, order.queues))
-        most = min(most, len(own) or -(-len(queue) // 2), max(1, left // (2 * len(order.queues))))
+        bite = max(self._least(order), left // (2 * len(order.queues)))
+        most = min(most, len(own) or -(-len(queue) // 2), bite)
         taken: list[int] = []
         while len(taken) < most:
             place = self._next(queue, not own, here=number == 0, order=order)

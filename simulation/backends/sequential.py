@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import islice
@@ -32,7 +32,7 @@ from roundtable.simulation.backends.precision import mixed, trained_task
 from roundtable.simulation.world.simulated_clients import Clients
 
 ROWS_IN_MEMORY = 1 << 30
-EVALUATED_TOGETHER = 64
+EVALUATED_TOGETHER = 128
 
 Answer = TypeVar("Answer")
 
@@ -138,7 +138,7 @@ class Sequential:
                 if answers and (apart or not self._fits(left[0], first, condition)):
                     break
                 item = left.popleft()
-                following = [] if apart else list(islice(left, EVALUATED_TOGETHER - len(answers) - 1))
+                following = () if apart else islice(left, EVALUATED_TOGETHER - len(answers) - 1)
                 answers.append(answer_of(item, partial(self._measured, opened[1], item, following)))
         return answers
 
@@ -150,7 +150,7 @@ class Sequential:
         alike = not (first.local or item.local) and self.clients.hold(item.index)
         return alike and (condition is None or condition.holds())
 
-    def _measured(self, measure: Measure, item: Work, following: Sequence[Work]) -> Measured:
+    def _measured(self, measure: Measure, item: Work, following: Iterable[Work]) -> Measured:
         """What the client measures; those `following` it may be measured in the same condition."""
         return Measured(item.client, measure(self.clients.data(item.index)[1]))
 

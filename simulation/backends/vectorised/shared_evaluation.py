@@ -61,7 +61,7 @@ class SharedEvaluation(Sequential):
         return measure
 
     @override
-    def _measured(self, measure: Measure, item: Work, following: Sequence[Work]) -> Measured:
+    def _measured(self, measure: Measure, item: Work, following: Iterable[Work]) -> Measured:
         ready: Iterable[Batch] | None = self._ready.pop(item.index, None)
         if ready is None and self._outputs is not None:
             ready = self._look_ahead(self._outputs, item, following)
@@ -70,7 +70,7 @@ class SharedEvaluation(Sequential):
         return Measured(item.client, measure(None, ready))
 
     def _look_ahead(
-        self, outputs: ServedOutputs, item: Work, following: Sequence[Work]
+        self, outputs: ServedOutputs, item: Work, following: Iterable[Work]
     ) -> Iterable[Batch] | None:
         """The client's batches; where it and those that follow have few rows, they share a pass."""
         mine = as_tensors(self.clients.data(item.index)[1])
