@@ -177,7 +177,7 @@ class Processes:
         return self._own.chunk if order.op == "train" else EVALUATED_TOGETHER
 
     def _least(self, order: _Order) -> int:
-        """Of many clients that evaluate several go together: putting the model in place takes longer than one."""
+        """Of many clients that evaluate several go together: to put the model in place takes longer."""
         return max(1, min(8, len(order.work) // (8 * len(order.queues)))) if order.op == "evaluate" else 1
 
     def _shares(self, work: Sequence[Work]) -> list[deque[int]]:
