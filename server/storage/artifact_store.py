@@ -35,13 +35,11 @@ from roundtable.core.bounds import is_digest
 from roundtable.core.errors import ResourceError, StorageError
 from roundtable.core.failpoints import failpoint
 from roundtable.core.machine.file_access import sync_folder
-from roundtable.server.storage.blobs import BlobWriter, os_error
+from roundtable.server.storage.blobs import READ_BYTES, BlobWriter, os_error
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.verified_files import VerifiedFiles, stamp_of
 
 log = logging.getLogger("roundtable.server.storage.artifact_store")
-
-READ_BYTES = 4 << 20
 
 
 class DamagedArtifact(StorageError):

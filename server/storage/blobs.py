@@ -15,7 +15,8 @@ from roundtable.core.errors import ResourceError, StorageError, TransferError
 from roundtable.core.machine.file_access import PLAIN_READ, read_at, set_direct, start_write_back
 
 WRITE_BACK_BYTES = 16 << 20
-READ_BYTES = 4 << 20
+READ_BYTES = 1 << 20
+"""What is read at once to be hashed: less than what is mapped anew for each read (`core/allocator.py`)."""
 DIRECT_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
 CATCH_UP = 4

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +61,7 @@ class Database:
         self._reader = reader
         self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="database")
         self._read_threads = ThreadPoolExecutor(2, thread_name_prefix="database-read")
+        self._standing: Connection | None = None
 
     @classmethod
     def open(cls, address: str) -> Database:
@@ -163,7 +164,7 @@ class Database:
         self.waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._write_thread, self._run, self._writer, work, True
+                self._write_thread, self._run, self._writing, work, True
             )
         finally:
             self.waiting -= 1
@@ -171,13 +172,14 @@ class Database:
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Runs `work` on a consistent view, beside the writer."""
         return await asyncio.get_running_loop().run_in_executor(
-            self._read_threads, self._run, self._reader, work
+            self._read_threads, self._run, self._reader.begin, work
         )
 
     def close(self) -> None:
         """Waits for what is being written and closes all connections."""
         self._write_thread.shutdown(wait=True)
         self._read_threads.shutdown(wait=True)
+        self._let_go()
         self._writer.dispose()
         self._reader.dispose()
 
@@ -190,9 +192,36 @@ class Database:
         finally:
             os.close(descriptor)
 
-    def _run(self, engine: Engine, work: Callable[[Connection], Result], writes: bool = False) -> Result:
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        """A transaction of the writer's thread. To a file it has a connection that stays: taking one from the
+        pool and giving it back costs as much as five statements. To a server each is looked at first."""
+        if not self.embedded:
+            with self._writer.begin() as connection:
+                yield connection
+            return
+        connection = self._standing = self._standing or self._writer.connect()
         try:
-            with engine.begin() as connection:
+            with connection.begin():
+                yield connection
+        except BaseException:
+            # Whatever it was, the next transaction begins with a connection of its own.
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        connection, self._standing = self._standing, None
+        if connection is not None:
+            connection.close()
+
+    def _run(
+        self,
+        begin: Callable[[], AbstractContextManager[Connection]],
+        work: Callable[[Connection], Result],
+        writes: bool = False,
+    ) -> Result:
+        try:
+            with begin() as connection:
                 if writes and self.fence is not None:
                     self.fence(connection)
                 return work(connection)

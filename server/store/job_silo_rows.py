@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from roundtable.core.observability.training_setup import TrainingSetup
@@ -17,12 +18,19 @@ from roundtable.server.store.rows import to_json
 MOST_KEPT = 20
 """Of one silo in one job: those that it said last."""
 _AT_ONCE = 500
-# Built once: each transition of a job runs them, and building one takes longer than running it.
-_BEFORE = sa.delete(tables.job_clients).where(
-    tables.job_clients.c.job == sa.bindparam("job"),
-    tables.job_clients.c.client.in_(sa.bindparam("some", expanding=True)),
-)
-_INSERT = sa.insert(tables.job_clients)
+
+
+def _in_place(insert: sqlite.Insert | postgresql.Insert) -> sqlite.Insert | postgresql.Insert:
+    return insert.on_conflict_do_update(
+        index_elements=["job", "client"], set_={"record": insert.excluded.record}
+    )
+
+
+# Built once: each transition of a job runs it, and building it takes longer than running it.
+_STORE = {
+    "sqlite": _in_place(sqlite.insert(tables.job_clients)),
+    "postgresql": _in_place(postgresql.insert(tables.job_clients)),
+}
 
 
 @dataclass(frozen=True)
@@ -73,9 +81,8 @@ def store_clients(connection: Connection, job: str, records: Mapping[str, Mappin
     names = sorted(records)
     for place in range(0, len(names), _AT_ONCE):
         some = names[place : place + _AT_ONCE]
-        connection.execute(_BEFORE, {"job": job, "some": some})
         rows = [{"job": job, "client": name, "record": to_json(records[name])} for name in some]
-        connection.execute(_INSERT, rows)
+        connection.execute(_STORE[connection.dialect.name], rows)
 
 
 def clients_of(connection: Connection, job: str) -> dict[str, dict[str, Any]]:

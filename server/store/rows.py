@@ -241,6 +241,9 @@ class LedgerRow:
     digest: str = ""
 
 
+_COMPACT = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
 def to_json(value: Any) -> str:
     """Compact JSON; NaN and infinity are refused, because nobody else could read them."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return _COMPACT.encode(value)

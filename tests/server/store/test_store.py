@@ -41,8 +41,10 @@ from roundtable.server.store.artifacts import (
     forget_unused,
     left_behind,
     left_over,
+    note_artifact,
 )
 from roundtable.server.store.group_commit import GroupedWrites
+from roundtable.server.store.job_silo_rows import clients_of
 from roundtable.server.store.ledger import add, entries, reserve
 from roundtable.server.store.migrate import alembic_config
 
@@ -259,6 +261,35 @@ async def test_a_transition_that_fails_leaves_nothing(opened: Database) -> None:
     found = await opened.read(lambda connection: store.stored_job(connection, row.id))
     assert (found.version, found.rounds_done) == (1, 0)
     assert await opened.read(lambda connection: store.history(connection, row.id)) == []
+
+
+async def test_a_file_is_written_over_one_connection_until_something_fails(tmp_path: Path) -> None:
+    database, taken = Database.open(f"sqlite:///{tmp_path}/coordinator.db"), []
+    sa.event.listen(database._writer, "checkout", lambda *_: taken.append(1))
+
+    def spoil(connection: sa.Connection) -> None:
+        note_artifact(connection, ArtifactRow("e" * 64, 1, "model", 1.0))
+        raise ConfigError("no")
+
+    for _ in range(3):
+        await database.write(all_digests)
+    assert len(taken) == 1
+    with pytest.raises(ConfigError):
+        await database.write(spoil)
+    assert await database.write(all_digests) == []
+    assert len(taken) == 2
+    pool = database._writer.pool
+    database.close()
+    assert pool.checkedout() == 0  # type: ignore[attr-defined]
+
+
+async def test_what_an_engine_remembers_of_clients_takes_the_place_of_what_it_did(opened: Database) -> None:
+    await with_job(opened)
+    first = {"alder": {"selected": 1}, "birch": {"selected": 1}}
+    await write(opened, store.apply, replace(transition(2), clients=first))
+    again = {"birch": {"selected": 2}, "cedar": {"selected": 1}}
+    await write(opened, store.apply, replace(transition(3), clients=again))
+    assert await opened.read(lambda c: clients_of(c, "a" * 12)) == first | again
 
 
 async def test_jobs_are_found(opened: Database) -> None:
