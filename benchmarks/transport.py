@@ -35,6 +35,7 @@ from roundtable.client import Agent, AgentConfig, StepWork, TrainedUpdate
 from roundtable.client.trainer import ProgressListener, write_update
 from roundtable.client.training.metrics import Metrics
 from roundtable.core import Layout, Model, parse_job, save_model
+from roundtable.core.allocator import settle_imports
 from roundtable.core.identity.credentials import create_ca, issue, load_credentials
 from roundtable.operator import OperatorClient
 from roundtable.proto.channel import CLIENT_OPTIONS, SERVER_OPTIONS
@@ -93,6 +94,7 @@ def run_agent(folder: Path, port: int, name: str, elements: int, host: str = "lo
     # One installation has one state folder, whatever it trains.
     state = folder / f"state-{name}"
     state.mkdir(exist_ok=True)
+    settle_imports()  # As `roundtable client` does.
     config = AgentConfig(f"{host}:{port}", folder / name, state, {"ready": "ready.py:Ready"})
     asyncio.run(Agent(config, ReadyTrainer(state, elements)).run())
 

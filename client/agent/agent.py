@@ -44,7 +44,7 @@ from roundtable.client.worker.executor import choose_device, list_devices
 from roundtable.client.worker.own_budgets import OwnBudgets
 from roundtable.client.worker.rehearsals import rehearsing
 from roundtable.client.worker.worker_trainer import WorkerTrainer
-from roundtable.core.allocator import tune_for_transfers
+from roundtable.core.allocator import settle_imports, tune_for_transfers
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError
 from roundtable.core.identity.credentials import load_credentials
 from roundtable.core.identity.lifetimes import Lifetimes
@@ -362,14 +362,14 @@ def run_agent(
 ) -> int:
     """Runs an agent until SIGINT or SIGTERM; a second one ends it at once. Returns the exit status.
 
-    `trainer` and `examine` as for `Agent`; `verbosity` is read anew at SIGHUP.
-
-    Raises RoundtableError for what a person has to mend.
+    `trainer` and `examine` as for `Agent`; `verbosity` is read anew at SIGHUP. Raises RoundtableError for
+    what a person has to mend.
     """
     if config.policy.max_memory is not None:
         must_be_possible("[policy] max_memory")
     if config.cluster is not None:
         must_be_possible("[cluster]")
+    settle_imports()
     agent = Agent(config, trainer, examine=examine)
     return asyncio.run(_run(config, agent, verbosity or Verbosity(config.log_levels)))
 
