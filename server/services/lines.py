@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -31,12 +32,19 @@ class Line:
 Said = TypeVar("Said", relay_pb2.FromRelay, relay_pb2.ToRelay)
 
 
+GATHERING = 0.05
+"""Seconds between two messages of a trunk, unless more waits than one holds: what comes meanwhile shares the
+next one."""
+
+
 class Outbox(Generic[Said]):
     """Messages of a trunk on their way, oldest first; `None` ends it."""
 
     def __init__(self) -> None:
         self._waiting: deque[Said | None] = deque()
         self._came = asyncio.Event()
+        self._taken = 0.0
+        self._emptied = False
 
     def put(self, message: Said | None) -> None:
         """Queues a message."""
@@ -49,6 +57,10 @@ class Outbox(Generic[Said]):
         while not self._waiting:
             self._came.clear()
             await self._came.wait()
+        rest = self._taken + GATHERING - time.monotonic()
+        if most > 1 and self._emptied and rest > 0.0:
+            await asyncio.sleep(rest)
+        self._taken = time.monotonic()
         taken: list[Said] = []
         size = 0
         while self._waiting and len(taken) < most and (message := self._waiting[0]) is not None:
@@ -57,6 +69,7 @@ class Outbox(Generic[Said]):
                 break
             taken.append(message)
             self._waiting.popleft()
+        self._emptied = not self._waiting
         return taken
 
 

@@ -51,8 +51,9 @@ MOST_SILOS = 20_000
 ENVELOPE_BYTES = 1024
 """Of a message to a silo, on top of what an agent would be sent."""
 WAITING_MESSAGES = 5000
-AT_ONCE = 16
-"""Messages of a trunk that are heard before others have their turn."""
+AT_ONCE = 8
+"""Messages of all trunks together that are heard before others have their turn. What a silo's arrival leads
+to takes a millisecond or two of the event loop, and a command ten turns of the loop."""
 
 
 class Above(Protocol):
@@ -118,6 +119,7 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
         self._principals = principals
         self._version = version
         self._trunks: dict[str, _Trunk] = {}
+        self._hearing = asyncio.Lock()
 
     @override
     async def Trunk(self, requests: AsyncIterator[relay_pb2.FromRelay], context: Context) -> None:  # type: ignore[override]
@@ -134,7 +136,9 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
         address = address_of(context)
         shown = context.auth_context()
         pem = b"".join([*shown["x509_pem_cert"], *shown.get("x509_pem_cert_chain", ())])
-        trunk = _Trunk(name, pem, address, self._above, self._access, self._relayed, self._principals)
+        trunk = _Trunk(
+            name, pem, address, self._above, self._access, self._relayed, self._principals, self._hearing
+        )
         self._trunks[name] = trunk
         most = min(max(1, hello.together), MOST_TOGETHER)
         await context.write(relay_pb2.ToRelay(welcome=self._welcome()))
@@ -203,7 +207,9 @@ class _Trunk:
         access: Access,
         relayed: RelayedSilos,
         principals: CertifiedCallers,
+        hearing: asyncio.Lock,
     ) -> None:
+        self._hearing = hearing
         self._relay = relay
         self._certificate = certificate
         self._address = f"{address} by the relay {relay}"
@@ -222,9 +228,11 @@ class _Trunk:
             while True:
                 async with asyncio.timeout(3 * self._above.heartbeat + 1):
                     message = await anext(messages)
-                for number, each in enumerate(said_in(message), 1):
-                    self._hear(each)
-                    if number % AT_ONCE == 0:
+                said = said_in(message)
+                for first in range(0, len(said), AT_ONCE):
+                    async with self._hearing:
+                        for each in said[first : first + AT_ONCE]:
+                            self._hear(each)
                         await asyncio.sleep(0)
         except TimeoutError:
             log.warning("the relay %s has been silent too long", self._relay)

@@ -19,6 +19,8 @@ Found = TypeVar("Found")
 
 MOST_TOGETHER = 500
 """What one transaction holds: others have their turn in between."""
+ANSWERED_AT_ONCE = 8
+"""Of those who asked together, how many go on before others have their turn in the event loop."""
 RUSH, GATHERING = 10.0, 0.25
 """Above so many a second they gather for so many seconds."""
 
@@ -70,6 +72,8 @@ class Gathered(Generic[Asked, Found]):
         except StorageError as error:
             failed = error
         for place, (_, done) in enumerate(batch):
+            if place and place % ANSWERED_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if done.done():
                 continue
             if failed is None:

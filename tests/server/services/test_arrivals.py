@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -26,9 +29,11 @@ from roundtable.proto import (
     relay_pb2_grpc,
 )
 from roundtable.server import Coordinator
-from roundtable.server.services.lines import Outbox
+from roundtable.server.services.lines import GATHERING, Outbox
+from roundtable.server.services.relays import AT_ONCE, _Trunk
 from roundtable.server.store import AgentRow, Database
 from roundtable.server.store.agent_rows import remember, stored_clients
+from roundtable.server.store.group_commit import ANSWERED_AT_ONCE, Gathered
 from roundtable.server.store.trust_rows import InstallationRow, bind_installations
 
 SILOS = 60
@@ -68,6 +73,39 @@ def comers(certificates: Path) -> list[Comer]:
         names = [f"comer{number}" for number in range(SILOS)]
         folders = [issue(certificates / "ca", name, "agent", certificates / name) for name in names]
     return [Comer(name, load_silo_identity(folder)) for name, folder in zip(names, folders, strict=True)]
+
+
+class Turns:
+    """How many turns the event loop has made."""
+
+    count = 0
+
+    def next(self) -> None:
+        self.count += 1
+        self.handle = asyncio.get_running_loop().call_soon(self.next)
+
+
+@contextmanager
+def counted_turns() -> Iterator[Turns]:
+    turns = Turns()
+    turns.next()
+    try:
+        yield turns
+    finally:
+        turns.handle.cancel()
+
+
+class ManualClock:
+    """Time that passes by sleeping alone."""
+
+    Event = asyncio.Event
+    slept = 0.0
+
+    def monotonic(self) -> float:
+        return 1.0 + self.slept
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept += seconds
 
 
 @contextmanager
@@ -164,6 +202,59 @@ async def test_more_messages_in_one_than_may_be_end_a_relays_stream(
     await trunk.write(relay_pb2.FromRelay(several=several))
     assert "the messages of a relay in one" in (await trunk.read()).refused
     await channel.close()
+
+
+async def test_of_what_many_relays_say_at_once_few_messages_are_heard_in_a_turn_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they lead to shares the loop with calls of operators."""
+    heard, beat = list[tuple[str, int]](), relay_pb2.FromRelay(beat=relay_pb2.RelayBeat())
+    monkeypatch.setattr(_Trunk, "_hear", lambda trunk, _: heard.append((trunk._relay, turns.count)))
+
+    async def said() -> AsyncIterator[relay_pb2.FromRelay]:
+        yield relay_pb2.FromRelay(several=relay_pb2.SeveralFromRelay(messages=[beat] * 50))
+        yield beat
+
+    hearing, nobody = asyncio.Lock(), cast(Any, SimpleNamespace(heartbeat=30.0, list_for_agents=b""))
+    trunks = [_Trunk(name, b"", "", nobody, nobody, nobody, nobody, hearing) for name in "abc"]
+    with counted_turns() as turns:
+        await asyncio.gather(*(trunk.listen(said()) for trunk in trunks))
+    assert Counter(relay for relay, _ in heard) == dict.fromkeys("abc", 51)
+    assert max(Counter(turn for _, turn in heard).values()) <= AT_ONCE
+    # None of them waits until another has said everything.
+    assert {relay for relay, _ in heard[: 3 * AT_ONCE]} == set("abc")
+
+
+async def test_of_those_who_asked_together_few_go_on_in_a_turn_of_the_event_loop() -> None:
+    async def run(work: Callable[[Any], Sequence[int]]) -> Sequence[int]:
+        return work(None)
+
+    gathered: Gathered[int, int] = Gathered(run, lambda _, asked: [2 * each for each in asked])
+    went_on = list[int]()
+
+    async def ask(number: int) -> None:
+        assert await gathered.ask(number) == 2 * number
+        went_on.append(turns.count)
+
+    with counted_turns() as turns:
+        await asyncio.gather(*(ask(number) for number in range(60)))
+    assert len(went_on) == 60
+    assert max(Counter(went_on).values()) <= ANSWERED_AT_ONCE
+
+
+async def test_an_outbox_that_was_emptied_lets_more_gather_for_the_next_message() -> None:
+    """A peer that takes one at a time waits for nothing, nor does what is more than one message holds."""
+    ended, clock = [relay_pb2.ToRelay(ended=f"silo{number}") for number in range(7)], ManualClock()
+    with patch.multiple("roundtable.server.services.lines", time=clock, asyncio=clock):
+        outbox: Outbox[relay_pb2.ToRelay] = Outbox()
+        slept = []
+        for count, most, wanted in ((1, 3, 1), (2, 3, 2), (4, 3, 3), (0, 3, 1), (1, 1, 1)):
+            for message in ended[:count]:
+                outbox.put(message)
+            before = clock.slept
+            assert len(await outbox.take(most)) == wanted
+            slept.append(clock.slept - before)
+    assert slept == pytest.approx([0.0, GATHERING, GATHERING, 0.0, 0.0])
 
 
 async def test_an_outbox_gives_in_one_what_may_travel_in_one_and_keeps_the_order() -> None:
