@@ -120,6 +120,7 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
         self._version = version
         self._trunks: dict[str, _Trunk] = {}
         self._hearing = asyncio.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
 
     @override
     async def Trunk(self, requests: AsyncIterator[relay_pb2.FromRelay], context: Context) -> None:  # type: ignore[override]
@@ -149,10 +150,11 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
                 await context.write(_in_one(said))
         finally:
             listening.cancel()
-            await trunk.close()
-            if self._trunks.get(name) is trunk:
-                del self._trunks[name]
-            log.info("the relay %s is gone", name)
+            # In a task of its own: gRPC may cancel this call, and who connects again waits for the end.
+            closing = asyncio.get_running_loop().create_task(self._close(trunk, name))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            await asyncio.shield(closing)
 
     @override
     async def Sum(self, requests: AsyncIterator[relay_pb2.SumPart], context: Context) -> relay_pb2.SumReceipt:
@@ -162,6 +164,12 @@ class RelayService(relay_pb2_grpc.RelaysServicer):
         """Ends every stream: the coordinator stops."""
         for trunk in self._trunks.values():
             trunk.end()
+
+    async def _close(self, trunk: _Trunk, name: str) -> None:
+        await trunk.close()
+        if self._trunks.get(name) is trunk:
+            del self._trunks[name]
+        log.info("the relay %s is gone", name)
 
     async def _hello(self, messages: AsyncIterator[relay_pb2.FromRelay]) -> RelayIntroduction:
         """Reads the relay's introduction; Refusal for anything else."""

@@ -193,6 +193,30 @@ async def test_silos_that_come_by_a_relay_at_once_share_transactions_and_stateme
     }
 
 
+async def test_a_relay_whose_call_was_cancelled_as_it_was_ended_is_not_locked_out(
+    coordinator: Coordinator, certificates: Path, comers: list[Comer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC cancels a call whose connection is gone, also while the streams of its silos are ended."""
+    ending, go, close = asyncio.Event(), asyncio.Event(), _Trunk.close
+
+    async def slowly(trunk: _Trunk) -> None:
+        ending.set()
+        await go.wait()
+        await close(trunk)
+
+    monkeypatch.setattr(_Trunk, "close", slowly)
+    channel, trunk = await come(coordinator, certificates, MOST_TOGETHER)
+    await trunk.done_writing()
+    await ending.wait()
+    trunk.cancel()
+    while coordinator.security.access._active:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    go.set()
+    again, _ = await come(coordinator, certificates, MOST_TOGETHER)
+    await again.close()
+    await channel.close()
+
+
 async def test_more_messages_in_one_than_may_be_end_a_relays_stream(
     coordinator: Coordinator, certificates: Path, comers: list[Comer]
 ) -> None:
