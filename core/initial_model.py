@@ -52,6 +52,15 @@ def initial_model(job: JobConfig, task: AnyTask, algorithm: ClientAlgorithm | No
     return Model(layout, initial_vector(layout, made), local, metadata)
 
 
+def hooked_parameter(module: nn.Module) -> str | None:
+    """The name of a parameter with a hook of its own on its gradient, which goes with that very tensor: what
+    computes a step over other tensors, or gradients of single examples, would leave it out."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return name
+    return None
+
+
 def job_layout(job: JobConfig, algorithm: ClientAlgorithm, made: nn.Module | Mapping[str, Tensor]) -> Layout:
     """The layout that every party to the job derives from the task's model, alike to the last place."""
     rules = job.model.rules()

@@ -15,11 +15,15 @@ from roundtable.core.plugins.doors import described
 _FAR, _NEAR = 2.0, 0.1
 """A loss above `_FAR` times ln C and one more, or below `_NEAR` times ln C, is not an untrained model's."""
 _LEAPS = 3.0
+_SAME = 1e-4
 _DOES = {
     "data": "data() does not open this client's data",
     "model": "model() does not make a model",
     "loss": "loss() does not take a batch",
     "gradient": "the loss has no gradient",
+    "second loss": "loss() takes a batch, and fails when it is asked again",
+    "measured loss": "loss() does not take test data, when the model is in evaluation mode and gradients "
+    "are off (torch.is_grad_enabled() says so)",
     "metrics": "metrics() does not take a batch",
 }
 
@@ -93,6 +97,15 @@ def _loss(trial: Trial, job: JobConfig) -> Iterator[tuple[str, str]]:
         return
     odd = list(_scale(trial)) or list(_level(trial))
     yield from odd
+    again = trial.loss if trial.again is None else trial.again
+    if not math.isclose(again, trial.loss, rel_tol=_SAME, abs_tol=_SAME):
+        yield (
+            "state",
+            f"loss() gives {trial.loss:.4g} and then {again:.4g} of the same weights, batch and random "
+            "numbers. It seems to keep something between calls, as a counter or an average in an attribute: "
+            "simulated clients share that, what is measured meanwhile moves it, and it does not travel. "
+            "Register it as a buffer of the model, or follow context.round",
+        )
     for warning in trial.warned[:3]:
         yield "warning", f"loss() makes PyTorch warn: {' '.join(warning.split())[:300]}"
     after = trial.after

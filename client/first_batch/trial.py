@@ -40,7 +40,8 @@ class Trial:
     loss: of the untrained model in training mode. after: of the same batch behind one step of SGD at the
     job's learning rate; None for an optimizer of the task's own. doubled: how many times the loss of the
     batch taken twice is that of the batch. lone: what training on a batch of a single example raised.
-    warned: what PyTorch warned of. act and error: what failed, and how.
+    again: the loss once more of the same weights, batch and random numbers. warned: what PyTorch warned of.
+    act and error: what failed, and how.
     """
 
     client: str
@@ -57,6 +58,7 @@ class Trial:
     untouched: tuple[str, ...] = ()
     classes: Classes | None = None
     loss: float | None = None
+    again: float | None = None
     after: float | None = None
     doubled: float | None = None
     lone: str = ""
@@ -125,7 +127,7 @@ def _try(trial: Trial, task: Any, job: JobConfig, site: _SeenSite, device: torch
     context = Context(job.title, 1, trial.client, steps, device, job.seed, rate)
     told = in_context(task, context)
     _try_training(trial, told, module, batch, job, lambda: seed_all(seed, device))
-    if trial.test_examples != 0 and getattr(told, "metrics", None) is not None:
+    if trial.test_examples != 0 and job.evaluation.every:
         told = in_context(task, replace(context, steps=0))
         _try_evaluation(trial, told, module, first_examples(test, job.evaluation_batch), device)
     trial.act = ""
@@ -135,6 +137,7 @@ def _try_training(
     trial: Trial, task: Any, module: nn.Module, batch: Any, job: JobConfig, seeded: Callable[[], None]
 ) -> None:
     trial.act = "loss"
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
     with _outputs(module) as outputs, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         seeded()
@@ -154,12 +157,17 @@ def _try_training(
     loss.backward()
     named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
     trial.untouched = tuple(name for name, each in named if each.grad is None)
+    trial.act = "second loss"
+    for name, value in module.named_buffers():
+        if name in buffers:
+            value.data = buffers[name]
+    seeded()
+    trial.again = float(task.loss(module, batch).detach())
+    if getattr(type(task), "optimizer", Task.optimizer) is Task.optimizer:
+        trial.after = _after_a_step(task, module, batch, job, seeded)
     trial.act = ""
-    with torch.no_grad():
-        if getattr(type(task), "optimizer", Task.optimizer) is Task.optimizer:
-            trial.after = _after_a_step(task, module, batch, job, seeded)
-        module.eval()
-        trial.doubled = _doubled(task, module, batch, seeded)
+    module.eval()
+    trial.doubled = _doubled(task, module, batch, seeded)
     module.train()
     if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules()):
         trial.lone = _lone(task, module, batch)
@@ -187,14 +195,16 @@ def _after_a_step(
     norm = math.sqrt(sum(float(gradient.square().sum()) for _, gradient in moves))
     most = job.algorithm.max_gradient_norm
     rate *= 1.0 if most is None or norm <= most else most / norm
-    for each, gradient in moves:
-        each.add_(gradient, alpha=-rate)
+    with torch.no_grad():
+        for each, gradient in moves:
+            each.add_(gradient, alpha=-rate)
     try:
         seeded()
-        return float(task.loss(module, batch))
+        return float(task.loss(module, batch).detach())
     finally:
-        for each, gradient in moves:
-            each.add_(gradient, alpha=rate)
+        with torch.no_grad():
+            for each, gradient in moves:
+                each.add_(gradient, alpha=rate)
 
 
 def _doubled(task: Any, module: nn.Module, batch: Any, seeded: Callable[[], None]) -> float | None:
@@ -205,9 +215,9 @@ def _doubled(task: Any, module: nn.Module, batch: Any, seeded: Callable[[], None
         return None
     try:
         seeded()
-        once = float(task.loss(module, batch))
+        once = float(task.loss(module, batch).detach())
         seeded()
-        both = float(task.loss(module, twice))
+        both = float(task.loss(module, twice).detach())
     except Exception:  # noqa: BLE001 - a loss may count on its batch's size: then nothing is known of it
         return None
     return both / once if abs(once) > 1e-6 else None
@@ -232,12 +242,15 @@ def _lone(task: Any, module: nn.Module, batch: Any) -> str:
 
 
 def _try_evaluation(trial: Trial, task: Any, module: nn.Module, batch: Any, device: torch.device) -> None:
-    trial.act = "metrics"
     module.eval()
     batch = moved(batch, device)
     trial.tested = _length(batch) or 0
     with torch.no_grad():
-        trial.metrics = checked(task.metrics(module, batch), task, reserved="loss")
+        trial.act = "measured loss"
+        task.loss(module, batch)
+        trial.act = "metrics"
+        if getattr(task, "metrics", None) is not None:
+            trial.metrics = checked(task.metrics(module, batch), task, reserved="loss")
 
 
 def first_examples(data: Any, size: int) -> Any:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from roundtable.core.errors import TaskError
+from roundtable.core.initial_model import hooked_parameter
 from roundtable.core.layout import Layout
 from roundtable.core.seeds import derive_seed, isolated_randomness
 from roundtable.core.task import Task
@@ -92,12 +93,11 @@ def _check_kind(task: Task, model: object) -> None:
         raise TaskError(
             f"{type(task).__name__}.model() returned a {type(model).__name__}; a cluster trains an nn.Module"
         )
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise TaskError(
-                f"{name} has a hook on its gradient, and a cluster makes parameters anew, without it: "
-                "change gradients in the task's optimizer, or what they are of in the model's forward"
-            )
+    if (name := hooked_parameter(model)) is not None:
+        raise TaskError(
+            f"{name} has a hook on its gradient, and a cluster makes parameters anew, without it: "
+            "change gradients in the task's optimizer, or what they are of in the model's forward"
+        )
     memory = {each.untyped_storage()._cdata: name for name, each in model.named_parameters()}
     for name, module in model.named_modules():
         for key, leaf in plain_tensors(module):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.core.errors import PrivacyError
+from roundtable.core.initial_model import hooked_parameter
 from roundtable.privacy.example_level.attention import without_fast_path
 from roundtable.privacy.example_level.bookkeeping import objection
 from roundtable.privacy.example_level.per_example_clipping import (
@@ -57,6 +58,11 @@ def check_model(model: nn.Module) -> None:
                 problems.append(f"{name or 'the model'} is {type(module).__name__}: {advice}")
     if not any(p.requires_grad for p in model.parameters()):
         problems.append("the model has no trainable parameter")
+    if (hooked := hooked_parameter(model)) is not None:
+        problems.append(
+            f"{hooked} has a hook on its gradient, and what it makes of that nothing clips; change in "
+            "forward() what the gradient is of"
+        )
     ours = [
         f"{name or 'the model'} is {type(module).__name__}, which {reason}"
         for name, module in model.named_modules()

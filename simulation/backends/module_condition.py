@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+_OF_TORCH = frozenset(vars(nn.Module()))
 _VERSION, _MODE = attrgetter("_version"), attrgetter("training")
 
 
@@ -32,3 +35,34 @@ class ModuleCondition:
             *map(Tensor.data_ptr, self._tensors),
             *map(_MODE, self._parts),
         ]
+
+
+class ModuleComposition:
+    """What a module was made of when this was made: its parts, the very tensors that are their parameters and
+    buffers, whatever is in them, and what else its code has set on it, with what is in that."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = list(_composition(module))
+
+    def holds(self) -> bool:
+        """Whether the module is made of the same."""
+        now = list(_composition(self._module))
+        return len(now) == len(self._before) and all(map(_same, now, self._before))
+
+
+def _composition(module: nn.Module) -> Iterator[Any]:
+    for part in module.modules():
+        yield part
+        yield from part._parameters.values()
+        yield from part._buffers.values()
+        for name, value in vars(part).items():
+            for leaf in () if name in _OF_TORCH else tree_leaves(value):
+                yield leaf
+                if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                    yield leaf._version
+
+
+def _same(one: Any, other: Any) -> bool:
+    plain = isinstance(one, bool | int | float | str)
+    return one is other or (plain and type(one) is type(other) and one == other)

@@ -144,6 +144,39 @@ class NoData(Sound):
         return (torch.zeros(0, 6), torch.zeros(0, dtype=torch.int64)), None
 
 
+class Cooling(Sound):
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        return super().loss(model, batch) / self.calls
+
+
+class Once(Sound):
+    asked = False
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.asked:
+            raise RuntimeError("the cache is full")
+        self.asked = True
+        return super().loss(model, batch)
+
+
+class Steep(Sound):
+    """A penalty on the gradient with respect to the inputs."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        points = batch[0].clone().requires_grad_()
+        loss = cross_entropy(model(points), batch[1])
+        (slope,) = torch.autograd.grad(loss, points, create_graph=True)
+        return loss + slope.square().sum() / len(points)
+
+
+class SteepInTraining(Steep):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) if torch.is_grad_enabled() else Sound.loss(self, model, batch)
+
+
 def told(task: Task, job: str = "", clients: int = 2, rate: float = 0.1) -> dict[str, str]:
     read = parse_job(f'task = "t"\n[algorithm]\nbatch_size = 16\nlearning_rate = {rate}\n{job}')
     site = Site("client-0", 0, clients, {}, lambda labels, index, count: torch.arange(ROWS).numpy())
@@ -153,7 +186,7 @@ def told(task: Task, job: str = "", clients: int = 2, rate: float = 0.1) -> dict
     return {odd.about: odd.says for odd in oddities(trial, read)}
 
 
-@pytest.mark.parametrize("kind", [Sound, OfBatches, NormedDropping])
+@pytest.mark.parametrize("kind", [Sound, OfBatches, NormedDropping, SteepInTraining])
 def test_a_sound_task_is_not_odd(kind: type[Task]) -> None:
     assert told(kind()) == {}
 
@@ -178,6 +211,13 @@ def test_a_sound_task_is_not_odd(kind: type[Task]) -> None:
             "metrics",
             r"metrics\(\) does not take a batch: KeyError: 'accuracy' \(test_first_b",
         ),
+        (Cooling(), "state", r"gives 1\.\d+ and then 0\.\d+ of the same weights"),
+        (
+            Once(),
+            "second loss",
+            r"fails when it is asked again: RuntimeError: the cache is full \(test_first_b",
+        ),
+        (Steep(), "measured loss", "gradients are off .* does not require grad"),
         (NoData(), "data", "client-0 has no training examples"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Task) else "",

@@ -351,6 +351,14 @@ def test_statistics_of_the_batch_never_leave_unnoised() -> None:
         check_model(nn.Sequential(norm, nn.Linear(12, 3)))
 
 
+def test_a_hook_on_a_gradient_is_refused() -> None:
+    """It would take what was clipped for another norm."""
+    model = nn.Linear(12, 3)
+    model.weight.register_hook(lambda gradient: 10 * gradient)
+    with pytest.raises(PrivacyError, match="weight has a hook on its gradient"):
+        check_model(model)
+
+
 def test_losses_that_mix_examples_are_refused() -> None:
     data = Data(VECTORS)
 

@@ -198,6 +198,45 @@ def test_each_client_is_measured_as_if_alone(task: type[Base], budget: int, kind
         assert alone["loss"][1] == SIZES[index]
 
 
+class Replaces(TrainsAndTests):
+    """What training would set on its model is set by the test."""
+
+    def model(self) -> nn.Module:
+        model = _Scaled(nn.Linear(6, 4))
+        model.register_buffer("centre", torch.zeros(4))
+        return model
+
+
+class _Scaled(nn.Sequential):
+    heat = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) - self.centre) / self.heat
+
+
+@pytest.mark.parametrize("name", ["centre", "heat", "weight"])
+def test_what_training_sets_anew_on_a_model_is_measured(name: str) -> None:
+    place = world(Replaces())
+    clients = Clients(place)
+    found = []
+    for kind in (SharedEvaluation, Sequential):
+        backend = kind(place, clients)
+        work = [Work(place.names[i], i) for i in range(len(SIZES))]
+        with one_thread():
+            before = list(backend.evaluate(1, place.initial.vector, work))
+            model: Any = backend.module
+            if name == "weight":
+                model[0].weight = nn.Parameter(torch.zeros(4, 6))
+            else:
+                setattr(model, name, torch.zeros(4) if name == "centre" else 3.0)
+            found.append(list(backend.evaluate(2, place.initial.vector + 0.5, work)))
+        assert found[-1] != before
+    for mine, theirs in zip(*found, strict=True):
+        assert isinstance(mine, Measured)
+        assert isinstance(theirs, Measured)
+        assert mine.metrics["loss"] == (pytest.approx(theirs.metrics["loss"][0]), theirs.metrics["loss"][1])
+
+
 def test_how_many_rows_share_a_pass_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     place = world(TrainsAndTests())
     clients = Clients(place)

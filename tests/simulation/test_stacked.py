@@ -199,9 +199,17 @@ class Counts(Base):
         return super().loss(model, batch)
 
 
+class Hooked(Perceptron):
+    def model(self) -> nn.Module:
+        model = super().model()
+        next(model.parameters()).register_hook(lambda gradient: 0.1 * gradient)
+        return model
+
+
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
+        (Hooked, "has a hook on its gradient"),
         (Tokens, "no form of aten::lstm.input for many clients"),
         (ReadsValues, "reads a tensor's value into Python"),
         (Different, "first loss is"),

@@ -159,6 +159,21 @@ class Chooses(Perceptron):
         return nn.functional.cross_entropy(model(batch[0])[rows], batch[1][rows], reduction="sum")
 
 
+class Hooked(Perceptron):
+    def model(self) -> nn.Module:
+        model = super().model()
+        next(model.parameters()).register_hook(lambda gradient: 0.1 * gradient)
+        return model
+
+
+class SparseRows(Base):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(4, 4, sparse=True))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[1]), batch[1])
+
+
 class OwnOptimizer(Perceptron):
     def optimizer(self, parameters: Any, context: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=context.learning_rate / 10)
@@ -175,6 +190,8 @@ class OwnOptimizer(Perceptron):
         (PeeksAtData, "", "differs between two runs"),
         (Masks, "", "a boolean mask"),
         (Chooses, "", "nonzero"),
+        (Hooked, "", "has a hook on its gradient"),
+        (SparseRows, "", "sparse tensors"),
         (OwnOptimizer, "", "optimizer of its own"),
     ],
 )

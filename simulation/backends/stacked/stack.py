@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from roundtable.client.training.module_state import bit_sum
 from roundtable.core.algorithms.step import LocalStep
+from roundtable.core.initial_model import hooked_parameter
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
 from roundtable.simulation.backends.precision import MixedPrecision
@@ -128,6 +129,8 @@ class Stack:
         Unstackable where the loss cannot be stacked or comes out different.
         """
         versions = self._versions()
+        if (hooked := hooked_parameter(self.model)) is not None:
+            raise Unstackable(f"{hooked!r} has a hook on its gradient, which stacked weights do not have")
         try:
             saved = self._try(batch)
             self.model.train(not self.random)

@@ -35,6 +35,7 @@ from roundtable.client.training.module_state import borrowed
 from roundtable.client.training.stream_batches import RoundBatches
 from roundtable.core.algorithms.contract import ClientAlgorithm, SecondModel
 from roundtable.core.errors import InvalidUpdate, RoundtableError
+from roundtable.core.initial_model import hooked_parameter
 from roundtable.core.privacy_table import OwnNoise
 from roundtable.core.seeds import derive_seed, isolated_randomness
 from roundtable.core.task import ArrayTask, Task, initial_state, told
@@ -299,6 +300,9 @@ class Vectorised:
             model = initial_state(self.world.task, self.world.job.seed)
             assert isinstance(model, nn.Module)
             assert isinstance(self.world.task, Task) or not isinstance(self.world.task, ArrayTask)
+            if (hooked := hooked_parameter(model)) is not None:
+                self._barred = True
+                raise Unrecordable(f"{hooked!r} has a hook on its gradient, which other tensors do not have")
             self._staying = StayingTensors(self.world.layout.model, model)
             layout = self._staying.layout
             self._trained = trained_slices(model, self.world.layout)

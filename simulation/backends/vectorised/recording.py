@@ -219,6 +219,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _key(tensor: Tensor) -> tuple[Any, ...]:
+        if tensor.layout is not torch.strided:
+            raise Unrecordable("it works with sparse tensors, as gradients of nn.Embedding(sparse=True) are")
         return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from roundtable.client.training.metrics import as_sums
 from roundtable.core.task import Task
-from roundtable.simulation.backends.module_condition import ModuleCondition
+from roundtable.simulation.backends.module_condition import ModuleComposition, ModuleCondition
 from roundtable.simulation.backends.vectorised.library import load
 from roundtable.simulation.backends.vectorised.recording import Unrecordable
 from roundtable.simulation.backends.vectorised.row_forward import RowForward
@@ -46,7 +46,9 @@ class ServedOutputs:
         self._known: dict[int, Tensor] = {}
         self._places: tuple[int, ...] = ()
         self._rows: RowForward | None = None
+        self._fresh = True
         self._condition = ModuleCondition(module)
+        self._composition = ModuleComposition(module)
         if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
             raise Unrecordable("its modules have hooks")
         self._try(task, examples)
@@ -66,7 +68,8 @@ class ServedOutputs:
             inputs = tuple([batch[place] for place in self._places])
             self._expected[id(inputs[0])] = inputs, [part._version for part in inputs]
         given = [(whole or batches[0])[place] for place in self._places]
-        if self._rows is None or not self._rows.takes(given) or not self._condition.holds():
+        fresh = self._fresh and self._condition.holds()
+        if self._rows is None or not self._rows.takes(given) or not fresh:
             return
         try:
             outputs = self._rows(given)
@@ -80,6 +83,8 @@ class ServedOutputs:
         """Inside, the module as it now is gives the outputs of what is expected."""
         self._expected, self._known = {}, {}
         self._condition = ModuleCondition(self._module)
+        # Else what was recorded reads tensors that are no longer the module's.
+        self._fresh = self._composition.holds()
         vars(self._module)["forward"] = self._serve
         try:
             yield
