@@ -304,8 +304,9 @@ class Checkpoints:
                     yield folder, position
                 else:
                     self._say(f"checkpoint {name} in the agent's state folder is damaged, and is not used")
-            except (OSError, ValueError, KeyError, TypeError, ResourceError):
-                continue
+            except (OSError, ValueError, KeyError, TypeError, ResourceError) as error:
+                where = "in the agent's state folder" if place is None else f"at {place.address}"
+                self._say(f"checkpoint {name} {where} is not used: {_why_not_read(error)}")
 
 
 def _position(values: Mapping[str, Any]) -> Position:
@@ -376,6 +377,12 @@ def _why_not_written(error: CheckpointException | OSError) -> str:
     return next((reason for reason in reasons if reason), "the disk fails")
 
 
+def _why_not_read(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return "a file of it is missing" if isinstance(error, FileNotFoundError) else str(error)
+    return "its description is none" if isinstance(error, KeyError | TypeError) else str(error)
+
+
 def _seal(folder: Path, position: Position) -> None:
     files = {path.name: digest_of(path) for path in sorted(folder.iterdir()) if path.is_file()}
     text = json.dumps({"position": position.__dict__, "files": files})
@@ -389,5 +396,5 @@ def _fetch(mirror: Mirror, name: str, files: Mapping[str, str], folder: Path, po
     for file in files:
         mirror.fetch(name, file, folder / file)
         if digest_of(folder / file) != files[file]:
-            raise ValueError(f"{file} of {name} is damaged at {mirror.address}")
+            raise ValueError(f"its file {file} is damaged")
     _seal(folder, position)

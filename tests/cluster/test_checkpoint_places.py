@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from full_checkpoints import save_while_full
@@ -12,6 +13,7 @@ from s3 import s3_bucket
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.train.checkpoint_places import Mirror, mirrors
+from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.core.errors import ConfigError, ResourceError
 
 
@@ -83,6 +85,26 @@ def test_a_description_that_would_fill_the_memory_or_the_stack_is_none(tmp_path:
         place.write_text(text)
         with pytest.raises(ValueError, match=place.parent.name):
             mirror.describe(place.parent.name)
+
+
+def test_what_is_not_used_is_said(tmp_path: Path) -> None:
+    own, elsewhere = tmp_path / "own", Mirror(str(tmp_path / "disk"), "job-1")
+    position = vars(Position.end_of(1, "", 2))
+    for place, step in ((own, 1), (own, 2), (tmp_path / "disk" / "job-1", 3), (own, 4)):
+        folder, lost = checkpoint(place, step), step == 1
+        files = {"lost" if lost else "shard-1.safetensors": "d" * 64}
+        text = json.dumps({"position": position if step < 4 else {}, "files": files})
+        (folder / "state.json").write_text(text)
+    said: list[str] = []
+    group: Any = None  # Nobody is asked.
+    assert not list(Checkpoints(own, [elsewhere], 1, group, said.append)._whole(lambda _: True))
+    assert [line.removeprefix("checkpoint round-000001-step-") for line in said] == [
+        "00000004 in the agent's state folder is not used: its description is none",
+        f"00000003 comes from its copy at {elsewhere.address}",
+        f"00000003 at {elsewhere.address} is not used: its file shard-1.safetensors is damaged",
+        "00000002 in the agent's state folder is damaged, and is not used",
+        "00000001 in the agent's state folder is not used: a file of it is missing",
+    ]
 
 
 def test_an_address_that_nothing_reads_is_refused_when_the_agent_starts() -> None:
