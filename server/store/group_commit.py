@@ -21,7 +21,7 @@ MOST_TOGETHER = 500
 """What one transaction holds: others have their turn in between."""
 ANSWERED_AT_ONCE = 8
 """Of those who asked together, how many go on before others have their turn in the event loop."""
-RUSH, GATHERING = 10.0, 0.25
+RUSH, GATHERING = 10.0, 0.5
 """Above so many a second they gather for so many seconds."""
 
 

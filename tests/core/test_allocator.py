@@ -12,7 +12,8 @@ from roundtable.core.allocator import importing
 
 @pytest.fixture(autouse=True)
 def searched() -> Iterator[None]:
-    """Whatever a test leaves, the search goes on afterwards."""
+    """Whatever other tests have frozen, and whatever a test leaves, the search goes on."""
+    gc.unfreeze()
     yield
     gc.unfreeze()
     gc.enable()

@@ -67,10 +67,10 @@ async def test_a_write_under_an_old_token_is_refused(database: Database) -> None
 
 def test_who_stands_still_in_a_transaction_holds_nobody_up(database: Database) -> None:
     """Between its check and its commit a stopped leader holds a lock; the database ends its session."""
-    first = Lease(database, "a", "", 0.1)
-    assert first.acquire()
+    first = Lease(database, "a", "", 0.5)
     other = second(database)
     late = Lease(other, "b", "", 60.0)
+    assert first.acquire()
 
     def stand_still_and_commit() -> None:
         with database.transaction() as connection:

@@ -155,7 +155,7 @@ async def test_connections_are_counted_and_do_not_outlive_their_use(
     settings: Settings, certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = dict(SERVER_OPTIONS) | {"grpc.max_connection_idle_ms": 500}
-    monkeypatch.setattr("roundtable.server.coordinator.SERVER_OPTIONS", tuple(options.items()))
+    monkeypatch.setattr("roundtable.server.open_doors.SERVER_OPTIONS", tuple(options.items()))
     async with running(settings(**quotas(connections=8))) as coordinator:
         with contextlib.ExitStack() as stack:
             found = await asyncio.to_thread(_greeted, stack, coordinator.port, certificates / "oskar", 20)
