@@ -23,7 +23,7 @@ _BEGINS = public(ProgressFigures())
 
 
 class StepReporter:
-    """Reports progress, seldom enough that the control stream stays small."""
+    """Reports progress, seldom enough that the control stream stays small. All is asked on the event loop."""
 
     def __init__(self, link: Link, observer: AgentObserver) -> None:
         self._link = link

@@ -255,7 +255,12 @@ class InlineTrainer:
         if self.gate is not None:
             await self.gate.wait()
         self.done.append(work.step)
-        return await asyncio.to_thread(self._executor.train, order_of_work(work), progress)
+        loop = asyncio.get_running_loop()
+
+        def told(done: int, total: int, loss: float) -> None:
+            loop.call_soon_threadsafe(progress, done, total, loss)
+
+        return await asyncio.to_thread(self._executor.train, order_of_work(work), told)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         self.done.append(work.step)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from federation import NAMES, Federation, agents, federation_of, run_job, silo
 
+from roundtable.client.agent import step_reports
 from roundtable.client.agent.connection import Link
 from roundtable.client.door import outgoing
 from roundtable.client.training.evaluation import evaluate
@@ -83,6 +84,8 @@ async def test_the_sum_tells_each_rounds_model_and_no_silo_its_own_figures(
 
     monkeypatch.setattr(Link, "send", noted_send)
     monkeypatch.setattr(outgoing, "upload_header", noted_header)
+    # However short a step is, what it does is told.
+    monkeypatch.setattr(step_reports, "_MOMENT_SECONDS", 0.0)
     job = JobConfig.model_validate(JOB)
     model = initial_model(job, load_task("toy.py", federation[1]))
     async with agents(*(silo(federation, name) for name in NAMES)):
