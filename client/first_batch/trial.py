@@ -167,7 +167,8 @@ def _try_training(
         trial.after = _after_a_step(task, module, batch, job, seeded)
     trial.act = ""
     module.eval()
-    trial.doubled = _doubled(task, module, batch, seeded)
+    with torch.no_grad():  # Else it would hold twice what a step holds for its gradient.
+        trial.doubled = _doubled(task, module, batch, seeded)
     module.train()
     if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules()):
         trial.lone = _lone(task, module, batch)
@@ -215,9 +216,9 @@ def _doubled(task: Any, module: nn.Module, batch: Any, seeded: Callable[[], None
         return None
     try:
         seeded()
-        once = float(task.loss(module, batch).detach())
+        once = float(task.loss(module, batch))
         seeded()
-        both = float(task.loss(module, twice).detach())
+        both = float(task.loss(module, twice))
     except Exception:  # noqa: BLE001 - a loss may count on its batch's size: then nothing is known of it
         return None
     return both / once if abs(once) > 1e-6 else None
