@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from definite import definite
 from scripted_agent import ScriptedAgent, secure_channel
 from service import Operator, running
 
@@ -56,8 +57,15 @@ def plain_channel(port: int, credentials: Path) -> grpc.Channel:
 
 async def refusal(channel: grpc.aio.Channel, name: str) -> tuple[grpc.StatusCode, str]:
     """What an empty message to a method is answered with, of whatever kind the method is."""
-    call = channel.stream_stream(f"/roundtable.v1.{name}")(iter([b""]))
-    return await call.code(), await call.details() or ""
+    method = channel.stream_stream(f"/roundtable.v1.{name}")
+
+    async def made() -> None:
+        async for _ in method(iter([b""])):
+            pass
+
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await definite(made)
+    return refused.value.code(), refused.value.details() or ""
 
 
 @pytest.mark.parametrize("role", ROLES)
