@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 import grpc
 from blake3 import blake3
 
+from roundtable.core.bounds import is_digest
 from roundtable.core.errors import ResourceError, RoundtableError, TransferError, UnavailableError
 from roundtable.core.identity.credentials import CA_CERTIFICATE, SiloIdentity, identity_of, verify_identity
 from roundtable.core.identity.handshake import check_connection, split_address
@@ -319,6 +320,8 @@ class OperatorClient:
 
         The part that has arrived waits beside `path` with the ending `.partial`.
         """
+        if not is_digest(digest):  # The coordinator's word, of which a file's name is made.
+            raise TransferError(f"{self.address} names a model {digest[:64]!r}, which is no digest")
         path = Path(path)
         partial = path.with_name(f"{path.name}.{digest[:12]}.partial")
         try:

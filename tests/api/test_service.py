@@ -366,6 +366,14 @@ def test_a_damaged_part_is_noticed(service: Service, job: str, tmp_path: Path) -
     assert path.stat().st_size == found.size
 
 
+def test_what_a_coordinator_calls_a_model_names_no_path(service: Service, tmp_path: Path) -> None:
+    with rt.OperatorClient(service.address, service.folder / "ada") as operator:
+        for named in ("../../../x", "", "A" * 64):
+            with pytest.raises(rt.RoundtableError, match="which is no digest"):
+                operator.get_artifact(named, 1, tmp_path / "out" / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
 def test_pause_resume_cancel(service: Service, roundtable: Command) -> None:
     long = ["--set", "rounds=100000", "--json"]
     submitted = json.loads(
