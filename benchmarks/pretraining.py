@@ -38,7 +38,7 @@ PLAYS = (
     *("much_ado_about_nothing", "timon_of_athens"),
 )
 CONTEXT, HEADS = 64, 4
-STRIDE, TESTED, BATCH = 32, 256, 4
+STRIDE, TESTED = 32, 256
 RATES = (2e-3, 4e-3, 8e-3)
 START, WARM, LEAST = 0.2, 0.05, 0.1
 FOUR = {"up": "int4(block=128)", "down": "int4(block=128)", "feedback": "on"}
@@ -57,11 +57,13 @@ class Method:
 
 
 def methods(local: int) -> list[Method]:
-    """Those that meet every `local` steps; three fragments, each every 3 ⌈local / 3⌉."""
+    """Of meetings every `local` steps, of a quarter more, and of three fragments with 3 ⌈local / 3⌉ steps."""
+    often = 3 * local // 4
     return [
         Method("FedAvg", local, 1.0, 0.0),
         Method("DiLoCo", local, 0.9, 0.5),
         Method("DiLoCo, 4 bit", local, 0.9, 0.5, 0, FOUR),
+        Method(f"DiLoCo, 4 bit, H = {often}", often, 0.9, 0.5, 0, FOUR),
         Method("Streaming DiLoCo, 4 bit", -(-local // 3), 0.9, 0.5, 3, FOUR),
     ]
 
@@ -210,6 +212,7 @@ class Course:
     silos: int
     steps: int
     local: int
+    batch: int
     folder: Path
 
     @property
@@ -220,7 +223,7 @@ class Course:
     @property
     def step_tokens(self) -> int:
         """Tokens that all silos train on in a step."""
-        return self.silos * BATCH * CONTEXT
+        return self.silos * self.batch * CONTEXT
 
 
 def bound(course: Course, seed: int, rate: float) -> dict[str, Any]:
@@ -234,7 +237,7 @@ def bound(course: Course, seed: int, rate: float) -> dict[str, Any]:
         drawn = [
             (inputs[rows], wanted[rows])
             for inputs, wanted in course.plays.training
-            for rows in [torch.randint(len(inputs), (BATCH,), generator=chance)]
+            for rows in [torch.randint(len(inputs), (course.batch,), generator=chance)]
         ]
         inputs, wanted = (torch.cat(each) for each in zip(*drawn, strict=True))
         optimizer.param_groups[0]["lr"] = curve.at(step)
@@ -276,7 +279,7 @@ def federated(course: Course, seed: int, rate: float, method: Method) -> dict[st
             "algorithm": {
                 **named,
                 "steps": method.every,
-                "batch_size": BATCH,
+                "batch_size": course.batch,
                 "max_gradient_norm": 1.0,
                 "optimizer_state": "keep",
             },
@@ -299,7 +302,7 @@ def federated(course: Course, seed: int, rate: float, method: Method) -> dict[st
         }
     )
     task = Characters(course.plays, start, Curve(rate, course.steps), course.begun, method.every)
-    folder = course.folder / f"{seed}-{method.name.replace(', ', '-').replace(' ', '-')}"
+    folder = course.folder / f"{seed}-{method.name.replace(', ', '-').replace(' = ', '-').replace(' ', '-')}"
     resume = (folder / "job.json").exists()
     history = simulate(job, task, run_dir=folder, resume=resume, progress=False).history
     tokens, moved, points = 0, 0, []
@@ -380,6 +383,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1500, help="of the bound; a fifth of them are the start")
     parser.add_argument("--local", type=int, default=20, help="steps between meetings")
+    parser.add_argument("--batch", type=int, default=4, help="windows of 64 characters a silo's step takes")
     parser.add_argument(
         "--width", type=int, default=128, help="of the model; 128 and 6 layers: 1.2 M parameters"
     )
@@ -390,7 +394,7 @@ def main() -> None:
     torch.set_num_threads(1)
     given.folder.mkdir(parents=True, exist_ok=True)
     plays = Plays(given.texts, given.silos, given.width, given.layers)
-    course = Course(plays, given.silos, given.steps, given.local, given.folder)
+    course = Course(plays, given.silos, given.steps, given.local, given.batch, given.folder)
     tuned = {
         rate: kept(course, f"bound-0-{rate:g}", lambda rate=rate: bound(course, 0, rate))
         for rate in given.rates
