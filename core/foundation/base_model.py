@@ -29,6 +29,12 @@ BASES = "ROUNDTABLE_BASES"
 """The environment variable that names folders of models: a base is looked for below them, and nowhere else
 but in the library's cache. An agent sets it by its [policy] bases."""
 PURPOSE = "fine-tuning a pretrained model"
+ADAPTER_CONFIG = "adapter_config.json"
+_TOKENS = "tokenizer.json"
+_SAMPLE = " A first LINE,  two spaces.\n\tDon't say\u0301 É ﬁ 12345 — 東京 🙂"
+"""Where tokenizers of one file differ by their settings: cases, spaces, accents, digits, what is added."""
+_NOTHING_FOREIGN: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""For transformers: no network, and no code beside the model, which it would ask for at a terminal."""
 _NOT_OF_THE_MODEL = ("transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache")
 _OF_CALLS = ("padding", "truncation")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,20 +64,43 @@ class BaseModel:
     @cached_property
     def config(self) -> Any:
         """What the model is made of."""
+        if (self.folder / ADAPTER_CONFIG).exists():
+            raise TaskError(
+                f"base {self.name!r}: its folder holds an adapter as well ({ADAPTER_CONFIG}), which "
+                "transformers would put over a base of its own choice: move it elsewhere"
+            )
         try:
-            return library("transformers").AutoConfig.from_pretrained(self.folder, local_files_only=True)
-        except (OSError, ValueError) as error:
+            config: Any = library("transformers").AutoConfig.from_pretrained(self.folder, **_NOTHING_FOREIGN)
+        except Exception as error:  # The library's own are of any class.
             raise TaskError(f"base {self.name!r}: its config.json cannot be used: {error}") from error
+        if (quantised := getattr(config, "quantization_config", None)) is not None:
+            told: Any = quantised if isinstance(quantised, dict) else vars(quantised)
+            raise TaskError(
+                f"base {self.name!r}: its weights are quantised ({told.get('quant_method', 'unknown')}, by "
+                "quantization_config of config.json): take the base that they were made of, with "
+                f'precision = "{FOUR_BITS}" where it is to be in 4 bits'
+            )
+        if config.get_text_config() is not config:
+            raise TaskError(
+                f"base {self.name!r}: a {config.model_type} takes more than text: take the model of text "
+                "alone, saved by itself"
+            )
+        return config
 
     @cached_property
     def tokenizer(self) -> Any:
         """A fast tokenizer that knows how a text ends. TaskError for others."""
+        if not (self.folder / _TOKENS).is_file():
+            raise TaskError(
+                f"base {self.name!r}: its tokenizer has no {_TOKENS}, which is pinned: "
+                "`AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` of transformers writes it"
+            )
         try:
-            found = library("transformers").AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        except (OSError, ValueError) as error:
+            found = library("transformers").AutoTokenizer.from_pretrained(self.folder, **_NOTHING_FOREIGN)
+        except Exception as error:  # The library's own are of any class.
             raise TaskError(f"base {self.name!r}: its tokenizer cannot be used: {error}") from error
         if not found.is_fast:
-            raise TaskError(f"base {self.name!r}: its tokenizer has no tokenizer.json, which is pinned")
+            raise TaskError(f"base {self.name!r}: its tokenizer is not the fast one of {_TOKENS}")
         if found.eos_token_id is None:
             raise TaskError(
                 f"base {self.name!r}: its tokenizer names no token that ends a text (eos_token), so that a "
@@ -145,13 +174,12 @@ class BaseModel:
             model, told = transformers.AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 dtype=_DTYPES[precision],
-                local_files_only=True,
                 use_safetensors=True,
-                trust_remote_code=False,
                 output_loading_info=True,
+                **_NOTHING_FOREIGN,
                 **how,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # The library's own, and those of safetensors, are of any class.
             raise TaskError(f"base {self.name!r} cannot be loaded: {error}") from error
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if names := sorted(map(str, told.get(kind, ()))):
@@ -172,13 +200,16 @@ class BaseModel:
     def pins(self) -> dict[str, Tensor]:
         """What all parties must have alike beside weights, as values of which a layout holds the digest."""
         # A call with padding or truncation writes that into tokenizer.json; neither says what a token is.
-        tokens = json.loads((self.folder / "tokenizer.json").read_text(encoding="utf-8"))
-        special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        template = self.tokenizer.chat_template
+        tokenizer = self.tokenizer
+        tokens = json.loads((self.folder / _TOKENS).read_text(encoding="utf-8"))
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        # What tokenizer_config.json makes of that file: beginnings and ends, tokens that are added.
+        sample = " ".join([_SAMPLE, *(value for _, value in sorted(special.items()))])
+        made = [tokenizer(sample)["input_ids"], tokenizer.get_added_vocab()]
         told = self.config.to_dict()
         version = str(library("transformers").__version__).partition(".")[0]
         return {
-            "tokenizer": _digest([_without(tokens, _OF_CALLS), special, template]),
+            "tokenizer": _digest([_without(tokens, _OF_CALLS), special, tokenizer.chat_template, made]),
             "model_config": _digest(_without(told, _NOT_OF_THE_MODEL)),
             f"transformers_{version}": torch.tensor([float(version)]),
         }

@@ -29,6 +29,7 @@ from roundtable.core.foundation.preferences import (
     rewards,
 )
 from roundtable.core.foundation.prefix import PROMPT, check_prefix
+from roundtable.core.foundation.row_check import check_rows
 from roundtable.core.foundation.text_files import Text, read_texts
 from roundtable.core.foundation.token_rows import (
     IGNORED,
@@ -59,7 +60,7 @@ class HuggingFaceTask(Task):
     the answers alone of chats and of prompts are learnt; `template` is a chat template in the place of the
     tokenizer's. `test_share` of the texts, the last ones, are kept for evaluation where no other are given.
     `objective` is "sft", the next token, or "dpo", preferences between two answers, whose `beta` holds the
-    model to the base.
+    model to the base. Without `packing` a row holds one text.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class HuggingFaceTask(Task):
         objective: Objective = "sft",
         beta: float = 0.1,
         virtual_tokens: int = 20,
+        packing: bool = True,
     ) -> None:
         for name, value, known in (
             ("method", method, Method),
@@ -154,6 +156,7 @@ class HuggingFaceTask(Task):
         self.objective: Objective = objective
         self.beta = beta
         self.virtual_tokens = virtual_tokens
+        self.packing = packing
 
     @property
     def positions(self) -> int:
@@ -177,6 +180,9 @@ class HuggingFaceTask(Task):
         found = self.pretrained_base
         found.check_length(self.length, self.positions)
         model: Any = found.form() if empty else found.load(self.precision)
+        if not empty and self.precision != "nf4":  # What is in 4 bits works on a GPU alone.
+            placed = self.packing and self.method != "prefix"
+            check_rows(model, packed=placed and self.objective != "dpo", positions=placed)
         seed = torch.initial_seed()
         if self.method != "full":
             # By the job's seed alone, whatever the loading of a base may have drawn.
@@ -284,7 +290,7 @@ class HuggingFaceTask(Task):
             pairs = (preference_of(tokenizer, text) for text in texts)
             return preference_rows(pairs, self.length, filler)
         tokens = (tokens_of(tokenizer, text, self.learn) for text in texts)
-        return packed(tokens, self.length, filler, apart=self.method == "prefix")
+        return packed(tokens, self.length, filler, apart=self.method == "prefix" or not self.packing)
 
     @override
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -295,7 +301,7 @@ class HuggingFaceTask(Task):
         another.
         """
         if self.objective == "dpo":
-            return preference_loss(rewards(model, batch, self.beta))
+            return preference_loss(rewards(model, batch, self.beta, placed=self.packing))
         losses, _ = self._token_losses(model, batch)
         return losses.sum() / (len(batch[0]) * (self.length - 1))
 
@@ -305,7 +311,7 @@ class HuggingFaceTask(Task):
         `reward_accuracy`, the share whose chosen answer has the higher reward, and `reward_margin`, the mean
         difference of the two rewards."""
         if self.objective == "dpo":
-            found = rewards(model, batch, self.beta)
+            found = rewards(model, batch, self.beta, placed=self.packing)
             margins = found[:, 0] - found[:, 1]
             return {
                 "reward_accuracy": ((margins > 0).sum(), len(margins)),
@@ -342,7 +348,7 @@ class HuggingFaceTask(Task):
     def _token_losses(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Of each token that is learnt: its loss in float32, and whether it was the likeliest."""
         tokens, labels, positions = batch
-        logits = logits_of(model, tokens, positions)[:, :-1]
+        logits = logits_of(model, tokens, positions if self.packing else None)[:, :-1]
         wanted = labels[:, 1:]
         learnt = wanted != IGNORED
         values, truth = logits[learnt].float(), wanted[learnt]

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from roundtable.core.errors import TaskError
 from roundtable.core.foundation.text_files import Text
-from roundtable.core.foundation.token_rows import IGNORED, TokenRows, logits_of, plain_ids
+from roundtable.core.foundation.token_rows import IGNORED, TokenRows, logits_of, plain_ids, templated
 
 _log = logging.getLogger(__name__)
 
@@ -64,10 +64,7 @@ def preference_of(tokenizer: Any, text: Text) -> Preference:
 
 
 def _templated(tokenizer: Any, messages: list[dict[str, str]], *, begin: bool = False) -> list[int]:
-    made = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, add_generation_prompt=begin
-    )
-    return list(made["input_ids"])
+    return list(templated(tokenizer, messages, add_generation_prompt=begin)["input_ids"])
 
 
 def preference_rows(found: Iterable[Preference], length: int, filler: int) -> TokenRows:
@@ -100,8 +97,9 @@ def _row(ids: list[int], prompt: int, length: int, filler: int) -> tuple[list[in
     )
 
 
-def rewards(model: nn.Module, rows: Any, beta: float) -> Tensor:
+def rewards(model: nn.Module, rows: Any, beta: float, *, placed: bool = True) -> Tensor:
     """β log π(y|x)/π_ref(y|x) of the chosen and of the rejected answers, float32 [preferences, 2].
+    `placed`: the model is told positions.
 
     Gradients are of π alone. TaskError for a model without adapters that can be off.
     """
@@ -112,16 +110,16 @@ def rewards(model: nn.Module, rows: Any, beta: float) -> Tensor:
     model.eval()  # A base with dropout is one reference, not another with each look.
     try:
         with torch.no_grad(), off():
-            reference = log_probabilities(model, rows)
+            reference = log_probabilities(model, rows, placed=placed)
     finally:
         model.train(training)
-    return beta * (log_probabilities(model, rows) - reference)
+    return beta * (log_probabilities(model, rows, placed=placed) - reference)
 
 
-def log_probabilities(model: nn.Module, rows: Any) -> Tensor:
+def log_probabilities(model: nn.Module, rows: Any, *, placed: bool = True) -> Tensor:
     """log π(y|x), summed over the tokens of each answer, float32 of the shape of `rows` less its last."""
     tokens, labels, positions = (part.flatten(0, 1) for part in rows)
-    logits = logits_of(model, tokens, positions)[:, :-1]
+    logits = logits_of(model, tokens, positions if placed else None)[:, :-1]
     losses = functional.cross_entropy(
         logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="none"
     )

@@ -36,7 +36,7 @@ def read_texts(path: Path) -> list[Text]:
 
 def _whole(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise TaskError(f"{path.name} cannot be read as UTF-8 text: {error}") from error
 
@@ -46,9 +46,18 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line)
-        except json.JSONDecodeError as error:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
             raise TaskError(f"{path.name}, line {number}: no JSON: {error}") from error
+        if "\\u" in line:
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise TaskError(
+                    f"{path.name}, line {number}: it holds half of a surrogate pair (\\ud800 to \\udfff), "
+                    "which is no text"
+                ) from error
+        yield number, _present(value)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -66,7 +75,8 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _present(value: Any) -> Any:
-    """A table has all columns in each row, and all fields in each message: empty ones are not meant."""
+    """A table has all columns in each row, and all fields in each message: empty ones are not meant. So it is
+    with null in JSON."""
     if isinstance(value, dict):
         return {name: _present(part) for name, part in value.items() if part is not None}
     return [_present(part) for part in value] if isinstance(value, list) else value
@@ -79,17 +89,25 @@ def _checked(path: Path, place: str, found: Iterator[tuple[int, Any]]) -> Iterat
         yield value
 
 
+def is_answered(value: dict[str, Any]) -> bool:
+    """Whether an object is of a prompt and its answer, whatever else it has."""
+    return "prompt" in value and "completion" in value
+
+
 def _wrong(value: Any) -> str | None:
     if not isinstance(value, dict):
         return "an object is wanted"
     if "chosen" in value or "rejected" in value:
         return _wrong_pair(value)
+    if "messages" in value:
+        if not isinstance(value["messages"], list) or not value["messages"]:
+            return '"messages" is a list of messages, and not empty'
+        return _wrong_messages("messages", value["messages"])
+    if is_answered(value):
+        known = isinstance(value["prompt"], str) and isinstance(value["completion"], str)
+        return None if known else '"prompt" and "completion" are both texts'
     if isinstance(value.get("text"), str):
         return None
-    if isinstance(value.get("prompt"), str) and isinstance(value.get("completion"), str):
-        return None
-    if isinstance(value.get("messages"), list) and value["messages"]:
-        return _wrong_messages("messages", value["messages"])
     return (
         'it has neither "text", nor "prompt" and "completion", nor "messages", nor "prompt", "chosen" and '
         '"rejected"'

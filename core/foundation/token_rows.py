@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from roundtable.core.errors import TaskError
-from roundtable.core.foundation.text_files import Text
+from roundtable.core.foundation.text_files import Text, is_answered
 
 IGNORED = -100
 """The label of a token from whose prediction nothing is learnt."""
@@ -51,7 +51,7 @@ def tokens_of(tokenizer: Any, text: Text, learn: Learn) -> Tokens:
             'the data are preferences, of "chosen" and "rejected" answers: set objective = "dpo" in the '
             "job's [task] table"
         )
-    if isinstance(text, dict) and "prompt" in text:
+    if isinstance(text, dict) and is_answered(text):
         prompt = plain_ids(tokenizer, text["prompt"])
         said = tokenizer(text["completion"], add_special_tokens=False)["input_ids"]
         answer = [*said, tokenizer.eos_token_id]
@@ -76,23 +76,35 @@ def _chat(tokenizer: Any, messages: list[dict[str, str]], learn: Learn) -> Token
             "the tokenizer's chat template does not mark what the assistant says ({% generation %}), so "
             'answers alone cannot be learnt: give the task a template that does, or set learn = "all"'
         )
-    made = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=learn == "answers"
-    )
+    made = templated(tokenizer, messages, return_assistant_tokens_mask=learn == "answers")
     ids = list(made["input_ids"])
     learnt = [bool(each) for each in made["assistant_masks"]] if learn == "answers" else [True] * len(ids)
     return Tokens(ids, learnt, False)
 
 
-def logits_of(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
-    """[rows, length, vocabulary] of such rows.
+def templated(tokenizer: Any, messages: list[dict[str, str]], **how: Any) -> Any:
+    """What the chat template makes of the messages. TaskError for one that cannot, or will not."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **how)
+    except Exception as error:  # A template is somebody's program.
+        # What it says may be what the messages say: that stays in this log.
+        _log.error("the chat template says of a chat: %s", error)
+        raise TaskError(
+            f"the chat template does not take a chat as the data have it ({type(error).__name__}; this "
+            "machine's log has what it says): change the data, or the template"
+        ) from error
+
+
+def logits_of(model: Any, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """[rows, length, vocabulary] of such rows; without positions of rows of one text each.
 
     With a prefix a model has a cache, and tells no texts apart: rows are of one text each then, whose
     positions follow those of the prefix by themselves.
     """
     config = getattr(model, "active_peft_config", None)
     if config is None or not config.is_prompt_learning:
-        return model(input_ids=tokens, position_ids=positions, use_cache=False).logits  # type: ignore[no-any-return]
+        told = {} if positions is None else {"position_ids": positions}
+        return model(input_ids=tokens, use_cache=False, **told).logits  # type: ignore[no-any-return]
     with warnings.catch_warnings():  # peft's own way of handing a prefix over.
         warnings.filterwarnings("ignore", message=".*past_key_values.*", category=FutureWarning)
         return model(input_ids=tokens, use_cache=False).logits  # type: ignore[no-any-return]
