@@ -56,15 +56,13 @@ class Method:
     transfer: Mapping[str, str] = field(default_factory=dict)
 
 
-def methods(local: int) -> list[Method]:
-    """Of meetings every `local` steps, of a quarter more, and of three fragments with 3 ⌈local / 3⌉ steps."""
-    often = 3 * local // 4
+def methods(local: int, rate: float, momentum: float) -> list[Method]:
+    """Those that meet every `local` steps; three fragments, each every 3 ⌈local / 3⌉."""
     return [
         Method("FedAvg", local, 1.0, 0.0),
-        Method("DiLoCo", local, 0.9, 0.5),
-        Method("DiLoCo, 4 bit", local, 0.9, 0.5, 0, FOUR),
-        Method(f"DiLoCo, 4 bit, H = {often}", often, 0.9, 0.5, 0, FOUR),
-        Method("Streaming DiLoCo, 4 bit", -(-local // 3), 0.9, 0.5, 3, FOUR),
+        Method("DiLoCo", local, rate, momentum),
+        Method("DiLoCo, 4 bit", local, rate, momentum, 0, FOUR),
+        Method("Streaming DiLoCo, 4 bit", -(-local // 3), rate, momentum, 3, FOUR),
     ]
 
 
@@ -302,7 +300,7 @@ def federated(course: Course, seed: int, rate: float, method: Method) -> dict[st
         }
     )
     task = Characters(course.plays, start, Curve(rate, course.steps), course.begun, method.every)
-    folder = course.folder / f"{seed}-{method.name.replace(', ', '-').replace(' = ', '-').replace(' ', '-')}"
+    folder = course.folder / f"{seed}-{method.name.replace(', ', '-').replace(' ', '-')}"
     resume = (folder / "job.json").exists()
     history = simulate(job, task, run_dir=folder, resume=resume, progress=False).history
     tokens, moved, points = 0, 0, []
@@ -382,7 +380,10 @@ def main() -> None:
     parser.add_argument("--silos", type=int, default=4, help="up to 8, two plays each")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1500, help="of the bound; a fifth of them are the start")
-    parser.add_argument("--local", type=int, default=20, help="steps between meetings")
+    parser.add_argument("--local", type=int, default=15, help="steps between meetings")
+    parser.add_argument(
+        "--outer", type=float, nargs=2, default=(0.7, 0.8), help="DiLoCo's outer learning rate and momentum"
+    )
     parser.add_argument("--batch", type=int, default=4, help="windows of 64 characters a silo's step takes")
     parser.add_argument(
         "--width", type=int, default=128, help="of the model; 128 and 6 layers: 1.2 M parameters"
@@ -404,7 +405,7 @@ def main() -> None:
     for seed in range(given.seeds):
         run = kept(course, f"bound-{seed}-{rate:g}", lambda seed=seed: bound(course, seed, rate))
         results.setdefault("data parallel", []).append(run)
-        for method in methods(given.local):
+        for method in methods(given.local, *given.outer):
             name = f"{seed}-{method.name}"
             run = kept(course, name, lambda s=seed, m=method: federated(course, s, rate, m))
             results.setdefault(method.name, []).append(run)
