@@ -26,6 +26,9 @@ _MAY_BE_HONEST = ("norm", "loss")
 
 _FEWEST_FOR_MEDIAN = 3
 
+_NEAR = 2e-3
+"""More than a norm that was measured on arrival and a bound that follows from such are off by, relatively."""
+
 MAX_EXAMPLES = 2**53
 """Counts above this are not exact in float64, and no silo holds that many examples."""
 
@@ -35,7 +38,8 @@ class ClientRow:
     """Who sent a row, and what the client says about it.
 
     examples: number of training examples, 1 to 2^53. loss: training loss, for inverse-loss weighting. norm:
-    Euclidean norm of the row where it was measured on arrival (`check_update`), which saves a pass.
+    Euclidean norm of the row where it was measured on arrival , up to 1e-3 of it, which saves a pass
+    where nobody's is near a bound.
     """
 
     name: str
@@ -104,7 +108,11 @@ def screen(
     norm_ratio: longer than so many medians of the round is too long, as beyond max_norm.
     Raises InvalidUpdate where the policy is to fail.
     """
-    norms = np.zeros(matrix.rows) if trusting else _norms(matrix, clients, with_gram)
+    arrived = None if trusting or with_gram else _arrived(clients, max_norm, norm_ratio)
+    if arrived is not None:
+        norms = arrived
+    else:
+        norms = np.zeros(matrix.rows) if trusting else _norms(matrix, with_gram)
     max_norm, bound = _bound(norms, max_norm, norm_ratio)
     names = Counter(client.name for client in clients)
     kept: list[int] = []
@@ -145,12 +153,18 @@ def _bound(norms: np.ndarray, max_norm: float | None, ratio: float | None) -> tu
     return ratio * middle, f", {ratio:g} times the median of the cohort ({key})"
 
 
-def _norms(matrix: UpdateMatrix, clients: Sequence[ClientRow], with_gram: bool) -> np.ndarray:
-    measured = [client.norm for client in clients]
+def _arrived(clients: Sequence[ClientRow], max_norm: float | None, ratio: float | None) -> np.ndarray | None:
+    """The norms that were measured on arrival, where they say the same of every row as a pass would, to the
+    bit: all of them well within the bound. None where one is missing, or so near that rounding counts."""
+    norms = np.array([math.nan if client.norm is None else client.norm for client in clients])
+    bound, _ = _bound(norms, max_norm, ratio)
+    most = math.inf if bound is None else bound * (1 - _NEAR)
+    return norms if np.isfinite(norms).all() and (norms <= most).all() else None
+
+
+def _norms(matrix: UpdateMatrix, with_gram: bool) -> np.ndarray:
     if with_gram:
         return np.asarray(np.sqrt(np.diagonal(gram(matrix))))
-    if None not in measured:
-        return np.array(measured, dtype=np.float64)
     return np.asarray(np.sqrt(squared_norms(matrix)))
 
 

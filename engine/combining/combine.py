@@ -370,7 +370,8 @@ def _aggregated(
     root_update: Tensor | None,
     sink: ColumnSink | None = None,
 ) -> AggregationResult:
-    clients = [ClientRow(update.client, update.examples, update.loss) for update in rows.updates]
+    norms = rows.norms
+    clients = [ClientRow(u.client, u.examples, u.loss, norms.get(u.client)) for u in rows.updates]
     context = RuleContext(state.previous, root_update, TensorMatrix(sums) if sums is not None else None)
     chance = derive_seed(seed, round, "aggregation")
     return aggregate(

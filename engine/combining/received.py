@@ -24,10 +24,14 @@ COMMON = ("level", "charge", "noise_multiplier")
 
 @dataclass(frozen=True)
 class Rows:
-    """Every update of the round: row i of `matrix`, [n, d], is the update of `updates[i]`."""
+    """Every update of the round: row i of `matrix`, [n, d], is the update of `updates[i]`.
+
+    `norms` are the clients' whose row was measured on arrival, up to 1e-3 of each.
+    """
 
     matrix: UpdateMatrix
     updates: Sequence[Update]
+    norms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class PlainRounds:
         self._seed = job.seed
         self._columns = sent.size
         self._services = services
+        self._norms: dict[str, tuple[str, float]] = {}
 
     def admit(self, action: m.Instruct) -> Sequence[bytes]:
         return ()
@@ -88,8 +89,9 @@ class PlainRounds:
     def sum_content(self, step: m.Step) -> tuple[int, ContentCheck]:
         return 4 * self._columns, FiniteCheck(torch.float32)
 
-    def arrived(self, client: str, offer: UploadOffer) -> None:
-        return
+    def arrived(self, client: str, offer: UploadOffer, norm: float | None) -> None:
+        if norm is not None:
+            self._norms[client] = (offer.digest, norm)
 
     def exchanged(self, client: str, step: m.Step, message: bytes) -> None:
         return
@@ -116,7 +118,10 @@ class PlainRounds:
         digests = [update.digest for update in action.updates]
         keys = [StreamKey(self._seed, each.client, *asked_in(each, action.step)) for each in action.updates]
         encodings = [self._encoding_of(each) for each in action.updates]
-        return Rows(rows_in_files(paths, self._columns, encodings, keys, digests), action.updates)
+        rows = rows_in_files(paths, self._columns, encodings, keys, digests)
+        measured = ((each, self._norms.get(each.client)) for each in action.updates)
+        norms = {each.client: norm[1] for each, norm in measured if norm and norm[0] == each.digest}
+        return Rows(rows, action.updates, norms)
 
     def _mean(self, action: m.Aggregate) -> Mean:
         """The mean of relays' sums and of updates that came by themselves. Blocks. AggregationError for a sum

@@ -37,8 +37,8 @@ class RoundCollection(Protocol):
     def sum_content(self, step: m.Step) -> tuple[int, ContentCheck]:
         """The bytes of a relay's sum of updates of this step, and what they are to be shown to."""
 
-    def arrived(self, client: str, offer: UploadOffer) -> None:
-        """Notes that an upload is here, whole."""
+    def arrived(self, client: str, offer: UploadOffer, norm: float | None) -> None:
+        """Notes that an upload is here, whole; `norm` is that of its vector, where it was measured."""
 
     def exchanged(self, client: str, step: m.Step, message: bytes) -> None:
         """Takes a silo's message of the protocol."""

@@ -140,7 +140,7 @@ class IncomingSums:
             (each, update_in(each, digest, self._uploads.figures(each, None, None), relay)) for each in wanted
         ]
         for each in wanted:
-            runner.collection.arrived(each.client, each.update)
+            runner.collection.arrived(each.client, each.update, None)
         row = RelayedSumRow(
             step.round, step.attempt, wanted[0].client, relay, digest, now, to_json(_evidence(relay, offer))
         )

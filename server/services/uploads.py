@@ -219,6 +219,7 @@ class Uploads:
                 await transfer.in_thread(artifacts.threads(self._threads), arrived.keep)
             await place.aclose()
             row = ArtifactRow(arrived.digest, size, "update", self._services.clock())
+            offer.runner.collection.arrived(offer.client, offer.update, check.norm)
             return await self._deliver(offer, row, figures)
         finally:
             if arrived.digest:
@@ -226,7 +227,6 @@ class Uploads:
 
     async def _deliver(self, offer: Offer, artifact: ArtifactRow, figures: TransferFigures) -> Outcome:
         offered, client = offer.update, offer.client
-        offer.runner.collection.arrived(client, offered)
         if offer.runner.tells_cohorts:
             self._services.links.travelled(client, figures)
         update = update_in(offer, artifact.digest, figures)

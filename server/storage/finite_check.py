@@ -1,7 +1,11 @@
-"""Whether what arrives in pieces is an update, without keeping any of it: finite, and soundly encoded."""
+"""Whether what arrives in pieces is an update, without keeping any of it: finite, and soundly encoded.
+
+The norm is what tells of a value that is not finite, and spares the round a pass that measures it.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -9,17 +13,22 @@ import numpy as np
 import torch
 
 from roundtable.aggregation.rows.encoded_matrix import FileBytes
+from roundtable.aggregation.rows.matrix import CELL, block_ranges
 from roundtable.core.encodings import GRID, Encoding, StreamKey
 from roundtable.core.errors import EncodingError
 
-_EXPONENTS = {torch.bfloat16: np.uint16(0x7F80), torch.float16: np.uint16(0x7C00)}
-"""The bits of 16 that are all set where a value is NaN or infinite."""
-
 DECODED_AT_A_TIME = 32 * GRID
+_LEAST_SQUARES = 1e-30
+"""‖cell‖² below which squares that float32 cannot hold may be a part of it that counts."""
 
 
 class ContentCheck(Protocol):
     """Is shown the bytes of an upload in order, and asked when all have come."""
+
+    @property
+    def norm(self) -> float | None:
+        """The Euclidean norm of the vector, once it is whole and nothing is wrong with it; None where it was
+        not measured."""
 
     def __call__(self, data: bytes | memoryview) -> None:
         """Takes the next bytes."""
@@ -30,6 +39,8 @@ class ContentCheck(Protocol):
 
 class AnyContent:
     """For bytes that mean nothing by themselves: masked vectors are uniform."""
+
+    norm = None
 
     def __call__(self, data: bytes | memoryview) -> None:
         return
@@ -49,6 +60,11 @@ class EncodedCheck:
         self._encoding = encoding
         self._elements = elements
         self._key = key
+        self._squares = 0.0
+
+    @property
+    def norm(self) -> float | None:
+        return math.sqrt(self._squares)
 
     def __call__(self, data: bytes | memoryview) -> None:
         return
@@ -61,7 +77,8 @@ class EncodedCheck:
             for start in range(0, self._elements, DECODED_AT_A_TIME):
                 part = block[: min(self._elements - start, DECODED_AT_A_TIME)]
                 reader.read(part)
-                if not np.isfinite(part.numpy()).all():
+                self._squares += squared_norm(part.numpy())
+                if not math.isfinite(self._squares):
                     return f"the update is not finite: an element from {start} on is NaN or infinite"
             return f"{source.left} bytes follow the update's last value" if source.left else ""
         except EncodingError as error:
@@ -81,25 +98,27 @@ class FiniteCheck:
     def __init__(
         self, dtype: torch.dtype, largest: int | None = None, given: np.ndarray | None = None
     ) -> None:
+        self._dtype = dtype
         self._largest = largest
         self._given = given
-        self._exponent = _EXPONENTS.get(dtype)
-        self._stored = np.dtype("<f4") if self._exponent is None else np.dtype("<u2")
         self._rest = b""
         self._seen = 0
+        self._squares = 0.0
         self.first_bad: int | None = None
+
+    @property
+    def norm(self) -> float | None:
+        measured = self._largest is None and self.first_bad is None
+        return math.sqrt(self._squares) if measured else None
 
     def __call__(self, data: bytes | memoryview) -> None:
         if self._rest:
             data = b"".join((self._rest, data))
-        count = len(data) // self._stored.itemsize
-        self._rest = bytes(data[count * self._stored.itemsize :])
+        count = len(data) // self._dtype.itemsize
+        self._rest = bytes(data[count * self._dtype.itemsize :])
         if count and self.first_bad is None:
-            values = np.frombuffer(data, dtype=self._stored, count=count)
-            if self._exponent is not None:
-                bad = self._bad_half(values)
-            else:
-                bad = self._bad_float32(values) if self._largest is None else self._bad_digit(values)
+            values = _float32(data, self._dtype, count)
+            bad = self._not_finite(values) if self._largest is None else self._bad_digit(values)
             self.first_bad = None if bad is None else self._seen + bad
         self._seen += count
 
@@ -114,14 +133,12 @@ class FiniteCheck:
             )
         return f"the update is not finite: element {bad} is NaN or infinite"
 
-    @staticmethod
-    def _bad_float32(values: np.ndarray) -> int | None:
-        # NaN and infinity survive every sum, so one pass tells; a sum that overflows is looked at closely.
-        with np.errstate(over="ignore", invalid="ignore"):
-            if np.isfinite(values.sum()):
-                return None
-        bad = np.flatnonzero(~np.isfinite(values))
-        return int(bad[0]) if len(bad) else None
+    def _not_finite(self, values: np.ndarray) -> int | None:
+        squares = squared_norm(values)
+        if math.isfinite(squares):
+            self._squares += squares
+            return None
+        return int(np.isfinite(values).argmin())
 
     def _bad_digit(self, values: np.ndarray) -> int | None:
         with np.errstate(invalid="ignore"):
@@ -131,6 +148,28 @@ class FiniteCheck:
             right &= np.isnan(given) | (values == given)
         return None if right.all() else int(right.argmin())
 
-    def _bad_half(self, bits: np.ndarray) -> int | None:
-        bad = (bits & self._exponent) == self._exponent
-        return int(bad.argmax()) if bad.any() else None
+
+def squared_norm(values: np.ndarray) -> float:
+    """‖values‖² of float32 [n], up to 1e-3 of it; not finite exactly where a value is not.
+
+    In float32, which takes a quarter of the time, unless squares may have been too large or small for that.
+    """
+    total = 0.0
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for start, stop in block_ranges(len(values), CELL):
+            cell = values[start:stop]
+            squares = float(np.dot(cell, cell))
+            if not _LEAST_SQUARES < squares < math.inf:
+                exact = cell.astype(np.float64)
+                squares = float(np.dot(exact, exact))
+            total += squares
+    return total
+
+
+def _float32(data: bytes | memoryview, dtype: torch.dtype, count: int) -> np.ndarray:
+    """The first `count` values of some bytes, little-endian."""
+    if dtype == torch.bfloat16:
+        bits = np.frombuffer(data, "<u2", count).astype(np.uint32)
+        return (bits << np.uint32(16)).view(np.float32)
+    stored = np.frombuffer(data, "<f2" if dtype == torch.float16 else "<f4", count)
+    return stored.astype(np.float32, copy=False)

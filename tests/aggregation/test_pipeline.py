@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from roundtable.aggregation import (
     aggregate,
     check_update,
 )
+from roundtable.aggregation.rows.matrix import BLOCK_BYTES, Block
+from roundtable.aggregation.validation import ValidationPolicy
 from roundtable.core.errors import AggregationError, ConfigError, InvalidUpdate, RoundtableError
 
 NEEDS = {
@@ -266,13 +269,43 @@ def test_an_honest_update_of_large_norm_does_not_lower_f() -> None:
     assert torch.equal(found.vector, expected.vector)
 
 
-def test_norms_measured_on_arrival_are_taken_at_their_word() -> None:
+class Passes(TensorMatrix):
+    """Counts the passes over its rows."""
+
+    passes = 0
+
+    def blocks(self, budget_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        self.passes += 1
+        return super().blocks(budget_bytes)
+
+
+@pytest.mark.parametrize("validation", ["exclude", "clip"])
+@pytest.mark.parametrize("factor", [1.0, 2.999, 3.0, 3.001, 40.0])
+def test_norms_measured_on_arrival_save_a_pass_unless_one_is_near_the_bound(
+    factor: float, validation: ValidationPolicy
+) -> None:
     values = vectors(3)
+    values /= values.norm(dim=1, keepdim=True)
+    values[2] *= factor
     norms = [check_update(row, 40) for row in values]
     assert norms == pytest.approx(values.double().norm(dim=1).tolist(), rel=1e-12)
-    clients = [ClientRow(name, norm=norm) for name, norm in zip("abc", [*norms[:2], 99.0], strict=True)]
-    found = aggregate(TensorMatrix(values), clients, config("mean", max_norm=50.0))
-    assert [exclusion.client for exclusion in found.excluded] == ["c"]
+    settings = config("mean", norm_ratio=3.0, validation=validation)
+    without = aggregate(passed := Passes(values), rows(*"abc"), settings)
+    for off in (1 - 1e-3, 1.0, 1 + 1e-3):
+        clients = [ClientRow(name, norm=norm * off) for name, norm in zip("abc", norms, strict=True)]
+        found = aggregate(counted := Passes(values), clients, settings)
+        assert counted.passes == passed.passes - (factor == 1.0)
+        assert torch.equal(found.vector, without.vector)
+        assert found.excluded == without.excluded
+        assert found.diagnosis.to_dict() == without.diagnosis.to_dict()
+
+
+def test_where_a_norm_is_missing_all_are_measured() -> None:
+    values = vectors(3)
+    clients = [ClientRow("a", norm=1.0), ClientRow("b"), ClientRow("c", norm=1.0)]
+    values[0] = 100.0
+    found = aggregate(TensorMatrix(values), clients, config("mean", norm_ratio=10.0))
+    assert [exclusion.client for exclusion in found.excluded] == ["a"]
 
 
 def test_check_update_refuses_layout_and_non_finite_values() -> None:

@@ -155,7 +155,7 @@ class SecureRounds:
         attempt = self._current(step)
         return (attempt.round.upload_bytes if attempt is not None else 0), AnyContent()
 
-    def arrived(self, client: str, offer: UploadOffer) -> None:
+    def arrived(self, client: str, offer: UploadOffer, norm: float | None) -> None:
         """Keeps the signed announcement of a masked vector that is here, whole."""
         attempt = self._current(offer.at.step)
         if attempt is not None:

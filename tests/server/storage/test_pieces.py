@@ -45,12 +45,18 @@ def test_the_first_bad_element_is_found_however_the_bytes_are_cut(
         place += width
     bad = torch.nonzero(~torch.isfinite(vector))
     assert check.first_bad == (int(bad[0]) if len(bad) else None)
+    norm = None if len(bad) else float(vector.double().norm())
+    assert check.norm == (norm if norm is None else pytest.approx(norm, rel=1e-3))
 
 
-def test_a_sum_that_overflows_is_no_bad_element() -> None:
-    check = FiniteCheck(torch.float32)
-    check(np.full(1000, 3e38, dtype=np.float32).tobytes())
+@pytest.mark.parametrize("size", [3e38, 1.0, 1e-16, 1e-20, 1e-40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_large_and_tiny_values_is_what_it_is(size: float, dtype: torch.dtype) -> None:
+    vector = torch.randn(20_000, generator=torch.Generator().manual_seed(1)).clamp(-1, 1).mul(size).to(dtype)
+    check = FiniteCheck(dtype)
+    check(vector.view(torch.uint8).numpy().tobytes())
     assert check.first_bad is None
+    assert check.norm == pytest.approx(float(vector.double().norm()), rel=1e-3)
 
 
 @pytest.fixture
