@@ -1,4 +1,4 @@
-"""Whether a module still is what it was: a task may write to it, or leave a part of it in another mode."""
+"""Whether a module or a task still is what it was: tasks write to them, or leave a part in another mode."""
 
 from __future__ import annotations
 
@@ -49,6 +49,26 @@ class ModuleComposition:
         """Whether the module is made of the same."""
         now = list(_composition(self._module))
         return len(now) == len(self._before) and all(map(_same, now, self._before))
+
+
+class TaskState:
+    """What a task had set on itself when this was made, and what was in it: tensors, lists, tuples, dicts."""
+
+    def __init__(self, task: object) -> None:
+        self._task = task
+        self._before = list(_leaves(task))
+
+    def holds(self) -> bool:
+        """Whether that is the same. What a task keeps elsewhere, or in other objects, is not seen."""
+        now = list(_leaves(self._task))
+        return len(now) == len(self._before) and all(map(_same, now, self._before))
+
+
+def _leaves(task: object) -> Iterator[Any]:
+    for leaf in tree_leaves(getattr(task, "__dict__", {})):
+        yield leaf
+        if isinstance(leaf, Tensor):
+            yield leaf._version
 
 
 def _composition(module: nn.Module) -> Iterator[Any]:

@@ -145,6 +145,23 @@ class PeeksAtData(Perceptron):
         return super().loss(model, batch) * weight
 
 
+class CountsInNumpy(Perceptron):
+    """The same for rows in any order, as two recordings of one client's only batch would have them."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) * int((batch[1].numpy() == 1).sum())
+
+
+class Lists(Perceptron):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) * (1 + max(batch[1].tolist()))
+
+
+class Compares(Perceptron):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) * (1.0 if torch.equal(batch[1], batch[1].clamp(max=2)) else 2.0)
+
+
 class Masks(Perceptron):
     """As padded sequences do: only some rows of a batch have a loss; its shape does not tell how many."""
 
@@ -187,7 +204,10 @@ class OwnOptimizer(Perceptron):
         (BatchNorm, 'integers = "average"', "int64"),
         (ReadsValues, "", "reads a tensor's value"),
         (RollsDice, "", "depend on the data or on chance"),
-        (PeeksAtData, "", "differs between two runs"),
+        (PeeksAtData, "", "reads a tensor's value into Python (numpy)"),
+        (CountsInNumpy, "", "reads a tensor's value"),
+        (Lists, "", "reads a tensor's value"),
+        (Compares, "", "reads a tensor's value"),
         (Masks, "", "a boolean mask"),
         (Chooses, "", "nonzero"),
         (Hooked, "", "has a hook on its gradient"),

@@ -43,6 +43,9 @@ _FAST: Mapping[Operator, Any] = {
     aten.native_group_norm.default: torch.native_group_norm,
     aten.ones_like.default: torch.ones_like,
     aten.embedding.default: torch.embedding,
+    aten.argmax.default: torch.argmax,
+    aten.eq.Tensor: torch.eq,
+    aten.sum.default: torch.sum,
 }
 _KEYWORDS_ONLY = {aten.ones_like.default: {"pin_memory", "memory_format"}}
 

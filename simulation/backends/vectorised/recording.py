@@ -14,11 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from typing_extensions import override
 
 Operator = torch._ops.OpOverload
+_READING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_LEAVING = {"item", "tolist", "numpy", "data_ptr", "storage", "untyped_storage", "__array__", "__dlpack__"}
+_LEAVING |= {"__float__", "__int__", "__bool__", "__index__", "__complex__"}
+_LEAVING |= {"__repr__", "__format__", "__reduce_ex__"}
+"""By these a tensor's values leave torch, and no operation tells of most."""
 
 
 class Unrecordable(Exception):
@@ -148,7 +154,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func in _READING:
             raise Unrecordable("it reads a tensor's value into Python (item(), if, float())")
         if torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, args):
             raise Unrecordable(f"how many values {func} gives depends on the data (as with a boolean mask)")
@@ -224,6 +230,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
+class _Watch(TorchFunctionMode):
+    """Raises Unrecordable where values leave torch."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _LEAVING and args and isinstance(args[0], Tensor):
+            raise Unrecordable(f"it reads a tensor's value into Python ({name})")
+        return func(*args, **(kwargs or {}))
+
+
 def _by_numbers(func: Operator, args: tuple[Any, ...]) -> bool:
     """Whether this is indexing by row numbers: its shape follows from theirs, unlike a mask's."""
     if func is not torch.ops.aten.index.Tensor:
@@ -251,7 +270,7 @@ def record(
     Raises Unrecordable where it reads values into Python or changes what it did not make.
     """
     recorder = _Recorder(inputs, counters or {}, held)
-    with recorder:
+    with _Watch(), recorder:
         results = function(*inputs)
     recorder.recording.results = [None if r is None else recorder.number_of(r) for r in results]
     return recorder.recording

@@ -58,25 +58,60 @@ class ServedOutputs:
         """Whether batches share a pass."""
         return self._rows is not None
 
-    def expect(self, batches: Sequence[Parts], whole: Sequence[Tensor] = ()) -> None:
-        """The task will be asked to measure these, and no earlier ones any more; `whole` are their parts one
-        batch after the other."""
+    def through(self, parts: Parts) -> Tensor | None:
+        """What the model gives [n, ...] for n rows of several batches' parts, in one pass; None where each
+        batch needs a pass of its own."""
+        if self._rows is None or not self._has_places(parts):
+            return None
+        given = [parts[place] for place in self._places]
+        if not self._rows.takes(given) or not (self._fresh and self._condition.holds()):
+            return None
+        try:
+            return self._rows(given)
+        except IndexError:
+            return None  # Each client is asked for itself, and torch says which value it was.
+
+    def expect(self, batches: Sequence[Parts], outputs: Sequence[Tensor] = ()) -> None:
+        """The task will be asked to measure these, and no earlier ones any more; `outputs` are what the model
+        gives for each, or nothing."""
         self._expected, self._known = {}, {}
-        if not all(place < len(batches[0]) for place in self._places):
+        if not self._has_places(batches[0]):
             return
         for batch in batches:
             inputs = tuple([batch[place] for place in self._places])
             self._expected[id(inputs[0])] = inputs, [part._version for part in inputs]
-        given = [(whole or batches[0])[place] for place in self._places]
-        fresh = self._fresh and self._condition.holds()
-        if self._rows is None or not self._rows.takes(given) or not fresh:
-            return
+        self._known = dict(zip(self._expected, outputs, strict=bool(outputs)))
+
+    def holds(self) -> bool:
+        """Whether the module is as it was when it was told to give what is there."""
+        return self._condition.holds()
+
+    @contextmanager
+    def giving(self, batch: Parts, outputs: Tensor) -> Iterator[None]:
+        """Inside, the module gives `outputs` for this batch. Unrecordable where it is asked for another."""
+
+        def forward(*given: Any, **named: Any) -> Tensor:
+            wanted = [batch[place] for place in self._places] if self._has_places(batch) else []
+            if (
+                named
+                or len(given) != len(wanted)
+                or any(a is not b for a, b in zip(given, wanted, strict=True))
+            ):
+                raise Unrecordable("the task asks the model about something else than the batch as it is")
+            return outputs
+
+        before = vars(self._module).get("forward")
+        vars(self._module)["forward"] = forward
         try:
-            outputs = self._rows(given)
-        except IndexError:
-            return  # Each client is asked for itself, and torch says which value it was.
-        sizes = [inputs[0].shape[0] for inputs, _ in self._expected.values()]
-        self._known = dict(zip(self._expected, torch.split(outputs, sizes), strict=True))
+            yield
+        finally:
+            del vars(self._module)["forward"]
+            if before is not None:
+                vars(self._module)["forward"] = before
+
+    def _has_places(self, parts: Parts) -> bool:
+        """Whether a batch of such parts has those that the task hands to the model."""
+        return all(place < len(parts) for place in self._places)
 
     @contextmanager
     def served(self) -> Iterator[None]:
@@ -125,7 +160,7 @@ class ServedOutputs:
         first = batch(rows)
         vars(self._module)["forward"] = partial(self._watched, first, asked)
         try:
-            alone = _figures(task, self._module, first)
+            alone = figures_of(task, self._module, first)
         finally:
             del vars(self._module)["forward"]
         if len(asked) != 1:
@@ -145,11 +180,12 @@ class ServedOutputs:
     def _serves(self, task: Task, alone: _Figures, batch: Callable[[Tensor], Parts], rows: Tensor) -> bool:
         """Whether the task's figures of these rows are those that it has `alone`."""
         # What a pass leaves in the module for the task to read is another batch's by now.
-        _figures(task, self._module, batch(rows.flip(0)[:-1]))
+        figures_of(task, self._module, batch(rows.flip(0)[:-1]))
         first = batch(rows)
         with self.served():
-            self.expect([first])
-            return _alike(alone, _figures(task, self._module, first))
+            outputs = self.through(first)
+            self.expect([first], () if outputs is None else [outputs])
+            return _alike(alone, figures_of(task, self._module, first))
 
     def _watched(
         self, batch: Sequence[Tensor], asked: set[tuple[int, ...]], *given: Any, **named: Any
@@ -159,14 +195,14 @@ class ServedOutputs:
         places = [numbers.get(id(value), -1) for value in given]
         if places and -1 not in places and not named:
             asked.add(tuple(places))
-        before = _chance()
+        before = chance_state()
         found = self._forward(*given, **named)
-        if _chance() != before:
+        if chance_state() != before:
             raise Unrecordable("the model draws random numbers")
         return found
 
 
-def _figures(task: Task, module: nn.Module, batch: Parts) -> _Figures:
+def figures_of(task: Task, module: nn.Module, batch: Parts) -> _Figures:
     found = {"loss": (float(task.loss(module, batch)), 1)}
     measure = getattr(task, "metrics", None)
     return found if measure is None else found | as_sums(measure(module, batch), task)
@@ -182,7 +218,7 @@ def _alike(alone: _Figures, shared: _Figures) -> bool:
     )
 
 
-def _chance() -> tuple[Any, ...]:
+def chance_state() -> tuple[Any, ...]:
     """The state of each global generator."""
     numpy: Any = np.random.get_state()
     return torch.get_rng_state().tolist(), random.getstate(), numpy[1].tolist(), numpy[2:]
