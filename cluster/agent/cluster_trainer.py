@@ -21,9 +21,10 @@ from roundtable.client.worker.executor import Settings
 from roundtable.client.worker.worker_trainer import order_of_work
 from roundtable.cluster.agent.device_probe import computes
 from roundtable.cluster.agent.failed_ranks import (
-    AGAIN,
+    Course,
     RanksLost,
     RanksUnanswered,
+    advise,
     cause_of,
     figures_of,
     given_up,
@@ -90,6 +91,7 @@ class ClusterTrainer:
         self._line: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._number = 0
         self._job = ""
+        self._course = Course("train")
         self.steps: list[dict[str, Any]] = []
         self.launches = 0
         self._devices: list[int] = []
@@ -182,7 +184,8 @@ class ClusterTrainer:
                 try:
                     return await self._ask(verb, work, progress)
                 except AllLost as lost:
-                    failures.append(Report(-1, "node_failure", str(lost), "", at=0.0))
+                    report = Report(-1, "node_failure", str(lost), "", at=0.0)
+                    failures.append(self._course.placed(report))
                     await self._end()
                 except WorkFailed:
                     await self._end()
@@ -208,9 +211,11 @@ class ClusterTrainer:
 
     async def _ask(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
         """Gives one order to the group, starting it where it does not run, and waits for the result."""
+        self._course = Course(verb)
         if self.groups is not None:
             return await self._ask_replicas(self.groups, verb, work, progress)
         reader, writer = await self._ranks(work)
+        self._course.connected = True
         self._number += 1
         self._write(writer, {"do": verb, "number": self._number, "order": asdict(order_of_work(work))})
         try:
@@ -259,6 +264,7 @@ class ClusterTrainer:
                 return message
 
     def _note(self, step: dict[str, Any], progress: ProgressListener) -> None:
+        self._course.hears(step["step"], step["steps"])
         self.steps.append(step)
         del self.steps[:-1000]
         loss = step["loss"]
@@ -348,22 +354,17 @@ class ClusterTrainer:
             if not isinstance(lost, RanksUnanswered):
                 await group.settled()  # The other ranks may be about to say what they know of it.
             await self._end()
-        first = cause_of(take_reports(self._folder), group, lost)
-        _log.warning("cluster: attempt %d failed: rank %d: %s", attempt + 1, first.rank, first.detail)
-        if first.kind not in AGAIN:
+        reports = take_reports(self._folder)
+        first = self._course.placed(cause_of(reports, group, lost, self._table.timeout))
+        _log.warning("cluster: attempt %d failed: %s", attempt + 1, first.detail)
+        external = self._table.launch == "external"
+        try:
+            advise(self._folder, first, [] if external else self._devices)
+        except WorkFailed:
             await self._end()
-            raise WorkFailed(first.kind, first.detail, first.trace)
-        advice = Advice.read(self._folder)
-        if first.kind == "out_of_memory":
-            advice.halvings += 1
-            _log.warning("cluster: the micro-batch is halved, or at one example another plan made")
-        elif first.kind == "gpu_error" and self._table.launch == "external":
+            raise
+        if first.kind == "gpu_error" and external:
             _log.warning("cluster: take the device of rank %d out at the scheduler", first.rank)
-        elif first.kind == "gpu_error" and self._devices:
-            advice.lost = (*advice.lost, self._devices[first.rank % len(self._devices)])
-            _log.warning("cluster: going on without device %d", advice.lost[-1])
-            await self._end()
-        advice.write(self._folder)
         return first
 
     async def _withdraw(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

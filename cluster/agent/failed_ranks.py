@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from roundtable.client.failures import WorkFailed
 from roundtable.cluster.agent.rank_group import RankGroup
-from roundtable.cluster.train.orders import Report
+from roundtable.cluster.train.orders import Advice, Report
 
+_log = logging.getLogger("roundtable.agent")
 AGAIN = {"node_failure", "gpu_error", "out_of_memory", "network_partition"}
 """Kinds of failure after which the ranks are started again."""
+
+
+_TOLD_WITH_PLACE = AGAIN | {"task_error", "data_corruption"}
+"""Kinds that one rank may meet with at one place; what is refused is refused for all, before any step."""
 
 
 class RanksLost(Exception):
@@ -21,16 +30,91 @@ class RanksUnanswered(RanksLost):
     """No rank answers, though the group may still run: it is ended, as nothing else would end it."""
 
 
-def cause_of(reports: list[Report], group: RankGroup | None, lost: RanksLost) -> Report:
-    """What broke the group, by the ranks' reports and what a device's library printed as it ended one."""
+@dataclass
+class Course:
+    """How far ranks have come with an order, as rank 0 has told: the phase that a failure is told with."""
+
+    verb: str
+    connected: bool = False
+    step: int = 0
+    steps: int = 0
+
+    def hears(self, step: int, steps: int) -> None:
+        """Rank 0 has told of a step that was taken, of so many."""
+        self.step, self.steps = step, steps
+
+    def __str__(self) -> str:
+        if not self.connected:
+            return "while the ranks started"
+        if self.verb == "evaluate":
+            return "in an evaluation"
+        if not self.step:
+            return "before the first step"
+        if self.step == self.steps:
+            return f"after the last of {self.steps} steps, while the update was handed over"
+        return f"after step {self.step} of {self.steps}"
+
+    def placed(self, report: Report) -> Report:
+        """The report, its words followed by the rank, where it is known and not said, and the phase."""
+        if report.kind not in _TOLD_WITH_PLACE:
+            return report
+        known = report.rank >= 0 and f"rank {report.rank} " not in report.detail
+        place = f"rank {report.rank}, {self}" if known else str(self)
+        return replace(report, detail=f"{report.detail} ({place})")
+
+
+def cause_of(reports: list[Report], group: RankGroup | None, lost: RanksLost, timeout: float) -> Report:
+    """What broke the group, by the ranks' reports and what a device's library printed as it ended one.
+
+    A rank that ended before the others and left no word is the cause of those that have lost contact; where
+    each that ended has left one, those are named that have not: they may hang. `timeout` is the silo's, in
+    seconds.
+    """
     found = group.device_fault() if group is not None else None
     if found is not None:
         rank, fault = found
         reports = [*reports, Report(rank, fault.kind, f"{fault.meaning} ({fault.source})", "", at=0.0)]
-    if reports:
-        return min(reports, key=_tells_least)
-    output = group.last_failure() if group is not None else ""
-    return Report(rank=-1, kind="node_failure", detail=f"{lost}; {output}".rstrip("; "), trace="", at=0.0)
+    first = min(reports, key=_tells_least, default=None)
+    if group is None or (first is not None and first.kind != "node_failure"):
+        return first or _unreported(f"{lost}")
+    told = {report.rank for report in reports}
+    if group.first is not None and group.first not in told:
+        return replace(_unreported(group.how_it_ended()), rank=group.first)
+    if first is None:
+        return _unreported(f"{lost}; {group.last_failure()}")
+    return replace(first, rank=-1, detail=f"{first.detail}{_silent(group.ranks, told, timeout)}")
+
+
+def advise(folder: Path, cause: Report, devices: Sequence[int]) -> None:
+    """Writes down what the next start of the ranks has to avoid; WorkFailed where none would help.
+
+    `devices` are those of the ranks, in order; none where a scheduler gives them, and takes them out.
+    """
+    if cause.kind not in AGAIN:
+        raise WorkFailed(cause.kind, cause.detail, cause.trace)
+    advice = Advice.read(folder)
+    if cause.kind == "out_of_memory":
+        advice.halvings += 1
+        _log.warning("cluster: the micro-batch is halved, or at one example another plan made")
+    elif cause.kind == "gpu_error" and devices:
+        advice.lost = (*advice.lost, devices[cause.rank % len(devices)])
+        _log.warning("cluster: going on without device %d", advice.lost[-1])
+    advice.write(folder)
+
+
+def _unreported(words: str) -> Report:
+    return Report(rank=-1, kind="node_failure", detail=words.rstrip("; "), trace="", at=0.0)
+
+
+def _silent(ranks: range, told: Collection[int], timeout: float) -> str:
+    silent = [str(rank) for rank in ranks if rank not in told]
+    if not silent or not told:
+        return ""
+    who = "rank " + silent[0] if len(silent) == 1 else f"ranks {', '.join(silent[:8])}"
+    return (
+        f"; nothing was heard of {who}: a hang, or a step that takes longer than [cluster] timeout = "
+        f"{timeout:g} seconds"
+    )
 
 
 def _tells_least(report: Report) -> int:

@@ -19,6 +19,7 @@ from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.gpus import VISIBLE, gpu_names
 from roundtable.cluster.agent.rank_group import Printed, RankGroup
 from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.train.fellow_replicas import FIRST_RANK
 from roundtable.cluster.train.rank import STORE
 from roundtable.core.identity.certificates import SECRET_VARIABLES
 from roundtable.core.machine.stop_signals import kill_group
@@ -72,6 +73,7 @@ class Launcher:
             output,
             lambda: self._end(forker, number),
             lambda: forker.printed.error or forker.printed.last,
+            range(first := int((replica or {}).get(FIRST_RANK, "0")), first + len(devices)),
         )
         forker.groups[number] = group
         # Bound here, so that nobody else can take the port before the first rank listens.

@@ -19,6 +19,7 @@ _ENDS = re.compile(r"[\r\n]+")
 # NCCL's watchdog ends a rank whose device has failed before Python hears of it; this is all that it leaves.
 _WATCHDOG = re.compile(r"Rank (\d+)\] .{0,200}?watchdog thread terminated with exception: (.*)")
 _LAST_WORDS_SECONDS = 1.0
+_KILLED = "by somebody or by the kernel for want of memory"
 
 
 class Printed:
@@ -65,17 +66,26 @@ class RankGroup:
     """Ranks that were forked together; they end together too."""
 
     def __init__(
-        self, number: int, output: int, end: Callable[[], None], why_none: Callable[[], str]
+        self,
+        number: int,
+        output: int,
+        end: Callable[[], None],
+        why_none: Callable[[], str],
+        ranks: range = range(1),
     ) -> None:
         """`output` is the descriptor to read what they print from, which this owns; `end` has them ended.
 
-        `why_none` says what is known of it where the process that they are forked from is gone.
+        `why_none` says what is known of it where the process that they are forked from is gone; `ranks` are
+        their numbers among all of the silo.
         """
         self.number = number
+        self.ranks = ranks
+        self.first: int | None = None
         self._end = end
         self._why_none = why_none
         self._over = asyncio.Event()
         self._how = ""
+        self._ended_here = False
         self._watchdog: list[tuple[int, str]] = []
         self._printed = Printed("ranks", self._heed)
         self._listener = asyncio.create_task(self._listen(output))
@@ -95,7 +105,12 @@ class RankGroup:
 
     def last_failure(self) -> str:
         """How the first of them ended, and the last line that names an error."""
-        return "; ".join(part for part in (self._how, self._printed.error) if part) or self._printed.last
+        said = "; ".join(part for part in (self._how, self._printed.error) if part)
+        return said or ("" if self._ended_here else self._printed.last)
+
+    def how_it_ended(self) -> str:
+        """The same without what they printed where somebody else has ended it, of which it knew nothing."""
+        return self._how if _KILLED in self._how else self.last_failure()
 
     def device_fault(self) -> tuple[int, DeviceFault] | None:
         """(rank, fault) of the first device that ended its rank unreported since this was asked last."""
@@ -106,6 +121,7 @@ class RankGroup:
     async def end(self) -> None:
         """Ends them, and waits until they have."""
         if not self._over.is_set():
+            self._ended_here = True
             self._end()
             await self._over.wait()
         await self.settled()
@@ -115,10 +131,11 @@ class RankGroup:
         """None of them is left; this one ended first, with this status, a signal's if below 0, or `why`."""
         if rank < 0:
             self._how = why
-        elif status < 0:
-            self._how = f"rank {rank} was ended by {_signal(-status)}"
-        else:
-            self._how = f"rank {rank} ended with status {status}"
+        elif not self._ended_here:
+            # What was ended from here has not ended by itself, and is no reason.
+            self.first = self.ranks.start + rank
+            ended = f"was ended by {_signal(-status)}" if status < 0 else f"ended with status {status}"
+            self._how = f"rank {self.first} {ended}"
         self._over.set()
 
     def lost(self, why: str) -> None:
@@ -148,4 +165,4 @@ def _signal(number: int) -> str:
         name = signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-    return f"{name}, by somebody or by the kernel for want of memory" if number == KILL else name
+    return f"{name}, {_KILLED}" if number == KILL else name

@@ -19,6 +19,7 @@ _log = logging.getLogger("roundtable.agent")
 _LOOK_SECONDS = 5.0
 _CONNECT_SECONDS = 20.0
 _STOP_SECONDS = 5.0
+_SETTLE_SECONDS = 0.5
 Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Start = Callable[[int, list[int]], Awaitable[RankGroup]]
 
@@ -46,6 +47,7 @@ class _Event:
     message: dict[str, Any] | None
     line: Line | None = None
     group: RankGroup | None = None
+    silent: bool = False
 
 
 class ReplicaGroups:
@@ -216,7 +218,7 @@ class ReplicaGroups:
         index = next((one for one in silent if one in self._replicas), next(iter(self._replicas), None))
         if index is None:
             raise AllLost("no replica is left")
-        return _Event(index, None, group=self._replicas[index].group)
+        return _Event(index, None, group=self._replicas[index].group, silent=True)
 
     def _patience(self, current: Membership) -> float:
         if not current.members:
@@ -236,8 +238,11 @@ class ReplicaGroups:
         if event.message is not None or one is None or one.group is not event.group:
             return None
         del self._replicas[event.index]
+        # Its first rank's line may break a moment before the rest of it has ended, and has said why.
+        gone = not event.silent and await one.group.settled(_SETTLE_SECONDS)
         await _end(one)
-        why = self._learn(event.index, one.devices, one.group, f"replica {event.index} is gone")
+        said = f"replica {event.index} {'is gone' if gone else 'stood still, and was ended'}"
+        why = self._learn(event.index, one.devices, one.group, said)
         _log.warning("cluster: replica %d is lost: %s", event.index, why)
         return why
 

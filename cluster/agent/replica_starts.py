@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
-from roundtable.cluster.agent.failed_ranks import AGAIN, RanksLost, cause_of
+from roundtable.cluster.agent.failed_ranks import RanksLost, advise, cause_of
 from roundtable.cluster.agent.launcher import Launcher
 from roundtable.cluster.agent.rank_group import RankGroup
 from roundtable.cluster.agent.replica_groups import ReplicaGroups
@@ -35,6 +34,7 @@ class ReplicaStarts:
         self._find = find
         self._leave_settings = leave_settings
         table = config.cluster
+        self._timeout = table.timeout
         self.groups = ReplicaGroups(
             table.replica_devices, table.timeout, self.usable, self.launch, self.learn
         )
@@ -55,13 +55,6 @@ class ReplicaStarts:
     def learn(self, index: int, devices: list[int], group: RankGroup, said: str) -> str:
         """Why a replica was lost, in words, once what that means for its next start is written down."""
         ranks = range(index * len(devices), (index + 1) * len(devices))
-        first = cause_of(take_reports(self._folder, ranks), group, RanksLost(said))
-        if first.kind not in AGAIN:
-            raise WorkFailed(first.kind, first.detail, first.trace)
-        advice = Advice.read(self._folder)
-        if first.kind == "out_of_memory":
-            advice.halvings += 1
-        if first.kind == "gpu_error":
-            advice.lost = (*advice.lost, devices[first.rank % len(devices)])
-        advice.write(self._folder)
+        first = cause_of(take_reports(self._folder, ranks), group, RanksLost(said), self._timeout)
+        advise(self._folder, first, devices)
         return first.detail

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from roundtable.client.durable_files import explained
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.packed_layers import unpacked_name
 from roundtable.core.encodings import get_encoding
@@ -144,7 +145,8 @@ def write_deltas(
 ) -> None:
     """Writes the parts of local − global that this rank owns into the update file, at their offsets.
 
-    `change` is applied to each part first. The file exists and has its full size.
+    `change` is applied to each part first. The file exists and has its full size. Raises ResourceError where
+    it cannot be written, as on a full disk.
     """
     dtype = _dense(encoding)
     file = os.open(path, PLAIN_WRITE)
@@ -154,6 +156,8 @@ def write_deltas(
             for offset, run in runs_of(delta, spec.shape, region):
                 data = run.to(dtype).contiguous().view(torch.uint8).numpy()
                 write_at(file, data.tobytes(), (spec.offset + offset) * dtype.itemsize)
+    except OSError as error:
+        raise explained(error, path) from error
     finally:
         os.close(file)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from roundtable.client.durable_files import sync
+from roundtable.client.durable_files import explained, sync
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.meshes import Meshes
@@ -37,7 +37,7 @@ def save_local(
 ) -> None:
     """Saves the tensors with the rule `local` after a round, and `kept`, that all ranks have whole.
 
-    Collective.
+    Collective. Raises ResourceError where they cannot be written, as on a full disk.
     """
     offsets, header = _header(layout, kept)
     if not offsets:
@@ -46,11 +46,14 @@ def save_local(
     partial = path.with_suffix(".partial")
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.write(header)
-            for name, tensor in kept.items():
-                file.seek(len(header) + offsets[name])
-                file.write(tensor.numpy().tobytes())
+        try:
+            with partial.open("wb") as file:
+                file.write(header)
+                for name, tensor in kept.items():
+                    file.seek(len(header) + offsets[name])
+                    file.write(tensor.numpy().tobytes())
+        except OSError as error:
+            raise explained(error, path) from error
     dist.barrier(group)
     _write(partial, tensors, Places(layout), offsets, len(header), meshes)
     dist.barrier(group)
@@ -79,6 +82,8 @@ def _write(
             for offset, run in runs_of(part, spec.shape, region_of(name, tensor)):
                 data = run.to(dtype).contiguous().view(torch.uint8).numpy().tobytes()
                 write_at(file, data, base + offsets[spec.name] + offset * dtype.itemsize)
+    except OSError as error:
+        raise explained(error, path.with_suffix(".safetensors")) from error
     finally:
         os.close(file)
 

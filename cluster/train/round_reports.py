@@ -22,6 +22,7 @@ from roundtable.cluster.parallel.meshes import gather_text
 from roundtable.cluster.parallel.routing import ExpertShares
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.stepping.compile_trial import CompileTrial
+from roundtable.core.errors import ResourceError
 from roundtable.core.machine.process_facts import peak_memory
 from roundtable.core.task import Task
 
@@ -190,7 +191,11 @@ def report_round(
         about = {"round": order.round, "attempt": order.attempt, "at": time.time()}
         plan = {"plan": str(strategy), "strategy": strategy.to_plain()}
         replicas = {} if changes is None else {"replicas": changes}
-        keep_report(folder, order.job, {**about, **plan, **report, **replicas})
+        try:
+            keep_report(folder, order.job, {**about, **plan, **report, **replicas})
+        except (OSError, ResourceError) as error:
+            # The update is there: figures are no reason to train it again.
+            print(f"the figures of round {order.round} are not kept: {error}", flush=True)
 
 
 def keep_report(folder: Path, job: str, report: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from full_checkpoints import save_while_full
+from full_checkpoints import deliver_while_full, save_while_full
 from ranks import run_ranks
 from s3 import s3_bucket
 
@@ -122,3 +122,11 @@ def test_a_full_disk_costs_its_checkpoint_and_the_newest_stays_whatever_its_name
     assert ended == others
     assert "end of round 1" in ended[0]
     assert "File too large" in ended[0]
+
+
+def test_a_full_disk_is_the_silos_and_not_a_mistake_in_the_task(tmp_path: Path) -> None:
+    for rank, told in enumerate(run_ranks(deliver_while_full, 2, tmp_path)):
+        assert [line.split(";")[0] for line in told] == [
+            f"node_failure: the silo's disk is full (File too large): {name} could not be written"
+            for name in ("update", "round-1.1.safetensors")[: 2 - rank]
+        ]

@@ -140,6 +140,13 @@ async def test_the_update_comes_in_spite_of(trouble: str, tmp_path: Path) -> Non
             assert told[0][2].startswith("reduced the batch size: halved the micro-batch (or")
         else:
             assert told[0][2] == "started the ranks again"
+        said = {
+            "kill": "rank 1 was ended by SIGKILL, by somebody or by the kernel",
+            "hang": "; nothing was heard of rank 1: a hang, or a step that takes longer",
+            "memory": "the training process ran out of memory; a smaller batch_size needs less",
+        }
+        assert said.get(trouble, "") in told[0][1]
+        assert told[0][1].endswith(("before the first step)", " of 16)"))
         assert trained.metrics["loss"][1] == 128
         assert torch.allclose(silo.update(), silo.alone(), atol=1e-6)
 

@@ -1,8 +1,9 @@
-"""Checkpoints of two ranks on a disk that is full at times."""
+"""Checkpoints and updates of two ranks on a disk that is full at times."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,9 +12,14 @@ from cluster_plans import plan
 from file_limit import files_of_at_most
 from odd_models import Odd, job, repeated
 
+from roundtable.client.failures import diagnose
+from roundtable.client.worker.silo_state import SiloState
+from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.parallel.shards import prepare_update, write_deltas
 from roundtable.cluster.train.checkpoint_places import STATE
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.local_state import save_local
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.core import Layout
 from roundtable.core.errors import ResourceError
@@ -60,3 +66,32 @@ def save_while_full(rank: int, folder: Path) -> tuple[list[str], list[str], list
     newest = checkpoints.newest(1, "m")
     assert newest is not None
     return said, there, ended, newest[1].step
+
+
+def deliver_while_full(rank: int, folder: Path) -> list[str]:
+    """What each rank is told where its parts of the update do not fit, or the first the silo's tensors."""
+    strategy, task = plan("zero3", 4, fsdp=2), Odd(repeated)
+    layout = Layout.of(model := initial_state(task, 3))
+    meshes = Meshes(strategy.mesh, "cpu")
+    trainer = RankTrainer(task, job(), layout, strategy, meshes, torch.device("cpu"), "silo")
+    start = layout.flatten(model)
+    trainer.load(start, {})
+    alone = [dist.new_group([each], backend="gloo") for each in range(2)][rank]
+    assert isinstance(alone, dist.ProcessGroup)
+    own = folder / str(rank)
+    own.mkdir()
+    update, tensors = own / "update", list(trainer.replica.tensors())
+    prepare_update(update, "float32", layout)
+    order = Order("job", 1, "train", "", "", "", "", "")
+    kept = {"stream/position": torch.zeros(64, dtype=torch.uint8)}
+    told = []
+    with files_of_at_most(64):
+        for write in (
+            partial(write_deltas, update, "float32", tensors, trainer.places, start, meshes),
+            partial(save_local, SiloState(own), order, [], kept, layout, meshes, alone),
+        )[: 2 - rank]:
+            try:
+                write()
+            except Exception as error:  # noqa: BLE001 - whatever a rank would report
+                told.append(f"{diagnose(error).kind}: {error}")
+    return told
