@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from roundtable.client.failures import WorkFailed
 from roundtable.cluster.agent.rank_group import RankGroup
 from roundtable.cluster.train.orders import Advice, Report
@@ -43,6 +45,7 @@ class Course:
         """Rank 0 has told of a step that was taken, of so many."""
         self.step, self.steps = step, steps
 
+    @override
     def __str__(self) -> str:
         if not self.connected:
             return "while the ranks started"

@@ -6,6 +6,7 @@ A layer may hold several parts in a row (q, k and v), of each of which every ran
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn import functional as F
 from typing_extensions import override
 
+_AT_ONCE = 1 << 22
 Part = tuple[int, int, int]
 """A part of a tensor: (dimension, first, after the last)."""
 
@@ -71,11 +73,32 @@ def take_inputs(layer: nn.Module, places: Sequence[int]) -> None:
 
 def _take(layer: nn.Module, dimension: int, places: Sequence[int], counts: Sequence[str]) -> None:
     whole = weight_of(layer)
-    taken = whole.detach()[list(places)] if dimension == 0 else whole.detach()[:, list(places)]
+    detached = whole.detach()
+    if list(places) == list(range(places[0], places[0] + len(places))):
+        # No copy: a large model's matrices are tried by views of few numbers.
+        taken = detached.narrow(dimension, places[0], len(places))
+    else:
+        taken = detached[list(places)] if dimension == 0 else detached[:, list(places)]
     layer.register_parameter("weight", nn.Parameter(taken, whole.requires_grad))
     for key in counts:
         if hasattr(layer, key):
             setattr(layer, key, len(places))
+
+
+def multiply_by_rows(module: nn.Module) -> None:
+    """Lets large linear layers take some rows of their weight at a time.
+
+    A weight that is a view of fewer numbers, as made-up ones are, is copied whole to be multiplied by.
+    """
+    for layer in module.modules():
+        if type(layer) is nn.Linear and layer.weight.numel() > _AT_ONCE:
+            layer.forward = partial(_by_rows, layer)  # type: ignore[method-assign]
+
+
+def _by_rows(layer: nn.Linear, x: Tensor) -> Tensor:
+    rows = max(1, _AT_ONCE // layer.in_features)
+    output = torch.cat([F.linear(x, part) for part in layer.weight.split(rows)], -1)
+    return output if layer.bias is None else output + layer.bias
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:

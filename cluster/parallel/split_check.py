@@ -17,6 +17,7 @@ from roundtable.cluster.parallel.anatomy import reached_from
 from roundtable.cluster.parallel.forward_trace import quietly
 from roundtable.cluster.parallel.packed_layers import (
     inputs_of_layer,
+    multiply_by_rows,
     outputs_of,
     spans,
     take_inputs,
@@ -138,7 +139,7 @@ def _both(
     for rank in range(_RANKS):
         part = _part_of(module, values, split, sizes, rank)
         mine, mine_named = _handed((inputs, named), split.handed, rank)
-        found += _until_last(part, {}, split.last, mine, mine_named)
+        found += _called(part.eval(), split.last, mine, mine_named).detach()
     return (expected if bias is None else expected - values[id(bias)].detach()), found
 
 
@@ -220,6 +221,8 @@ def _until_last(
 
 
 def _called(module: nn.Module, last: str, inputs: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
+    multiply_by_rows(module)
+
     def stop(layer: nn.Module, taken: Any, output: Tensor) -> None:
         raise _LastLayer(output)
 
