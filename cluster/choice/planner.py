@@ -129,10 +129,23 @@ def make_plan(
             reasons.append(_compiling(probe, resources, table, best.strategy, private=private))
             return _plan(probe, resources, job, rates, search, best, reasons)
     if not search.seen:
-        raise ConfigError(
-            "no plan is possible with what [cluster.strategy] sets: " + ("; ".join(reasons) or "no mesh fits")
-        )
+        plain = (why_precision, why_apart, why_reduction)
+        refused = [each for each in reasons if each not in plain] or [_no_mesh(hand, resources)]
+        raise ConfigError("no plan is possible with what [cluster.strategy] sets: " + "; ".join(refused))
     raise _nothing_fits(probe, resources, search, private=private)
+
+
+def _no_mesh(hand: StrategyTable, resources: Resources) -> str:
+    """Why no mesh is one of this many devices, where nothing else refuses what is set."""
+    set_by_hand = ", ".join(
+        f"{key} = {value!r}".replace("'", '"')
+        for key in ("data_parallel", "dp", "fsdp", "tp", "pp", "ep", "local_steps")
+        if (value := getattr(hand, key))
+    )
+    return (
+        f"no mesh over {resources} has {set_by_hand or 'all of it'}; set what goes with so many, or leave it "
+        "to the planner"
+    )
 
 
 def _compiling(

@@ -201,13 +201,14 @@ def _made_up(arguments: tuple[Any, Any], length: int | None) -> tuple[Any, Any]:
     whole = 0 if first is None or length is None else first.shape[1]
 
     def make(tensor: Tensor) -> Tensor:
-        numbers = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        made = numbers if tensor.is_floating_point() else torch.ones(tensor.shape, dtype=tensor.dtype)
-        for dimension, size in enumerate(made.shape):
-            last = made.dim() == 3 and dimension == 2
+        shape = list(tensor.shape)
+        for dimension, size in enumerate(shape):
+            last = len(shape) == 3 and dimension == 2
             if length is not None and size == whole > length and not last:
-                made = made.narrow(dimension, 0, length)
-        return made
+                shape[dimension] = length
+        if not tensor.is_floating_point():
+            return torch.ones(shape, dtype=tensor.dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     inputs, named = tree_map_only(Tensor, make, arguments)
     return inputs, named

@@ -29,9 +29,12 @@ from architectures import (
     SharedScale,
 )
 from attention_calls import CALLS, attention_gaps
+from cluster_models import FeedForward
 from ranks import run_ranks
+from real_memory import peak_of
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from roundtable.cli.main import run
 from roundtable.cluster.parallel.split_check import LayerSplit, between, wrong_split
@@ -167,6 +170,17 @@ def test_a_split_is_tried_on_numbers_before_it_is_offered(kind: type[nn.Module],
         assert "do not add up" in wrong_split(
             module, LayerSplit(("up",), "down"), ((torch.empty(2, 3, 32),), {})
         )
+
+
+def test_a_split_of_large_layers_is_tried_without_their_matrices() -> None:
+    """Each would take 64 MiB: made-up ones are views, halved as such, and multiplied by in parts."""
+    with torch.device("meta"):
+        module, arguments = FeedForward(2048, 4096), ((torch.empty(1, 512, 2048),), {})
+    split = LayerSplit(("w1", "w3"), "w2")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        assert wrong_split(module, split, arguments) == ""
+        assert between(module, split, arguments) == []
+    assert peak_of(traced) < 48 << 20
 
 
 def test_what_all_columns_share_is_found_between_the_layers() -> None:
