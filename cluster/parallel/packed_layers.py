@@ -97,7 +97,7 @@ def multiply_by_rows(module: nn.Module) -> None:
 
 def _by_rows(layer: nn.Linear, x: Tensor) -> Tensor:
     rows = max(1, _AT_ONCE // layer.in_features)
-    output = torch.cat([F.linear(x, part) for part in layer.weight.split(rows)], -1)
+    output = torch.cat([F.linear(x, part) for part in torch.split(layer.weight, rows)], -1)
     return output if layer.bias is None else output + layer.bias
 
 

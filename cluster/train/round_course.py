@@ -81,9 +81,11 @@ class RoundCourse:
         done, seconds = self.done, time.perf_counter() - self._noted
         done.seen += times.examples
         done.loss_sum += found.loss * times.examples
-        done.steps += 1
-        done.norm_sum += found.norm if found.sound else 0.0
+        done.timed += times.examples
         done.seconds += seconds
+        if found.sound:
+            done.steps += 1
+            done.norm_sum += found.norm
         report = StepReport(
             step=times.step,
             steps=self.steps,

@@ -224,14 +224,19 @@ def kept_reports(folder: Path, job: str) -> list[dict[str, Any]]:
 
 @dataclass
 class RoundProgress:
-    """How far a round is: sums over the examples seen; float16 overflowed in `skipped` steps, not taken."""
+    """How far a round is: sums over the examples seen; float16 overflowed in `skipped` steps, not taken.
+
+    The rest is of the steps since the ranks started, as a checkpoint does not hold it: `timed` examples took
+    so many `seconds`, and `steps` of them were taken, whose norms are added up.
+    """
 
     seen: int = 0
     loss_sum: float = 0.0
+    skipped: int = 0
+    timed: int = 0
     seconds: float = 0.0
     norm_sum: float = 0.0
     steps: int = 0
-    skipped: int = 0
 
 
 Watch = Callable[[StepReport], None]
@@ -261,11 +266,14 @@ class Wishes:
 
 
 def round_metrics(task: Task, done: RoundProgress, *, private: bool) -> Metrics:
-    """What any silo tells, the gradient's norm and the speed; under privacy only the former."""
+    """What any silo tells, the gradient's norm and the speed; under privacy only the former.
+
+    Norm and speed are means over the steps that the ranks took since they started.
+    """
     metrics = training_sums(task, done.loss_sum, done.seen)
-    if not private and done.steps > done.skipped:
-        metrics["gradient_norm"] = (done.norm_sum, done.steps - done.skipped)
-        metrics["examples_per_second"] = (done.seen / max(done.seconds, 1e-9), 1)
+    if not private and done.steps:
+        metrics["gradient_norm"] = (done.norm_sum, done.steps)
+        metrics["examples_per_second"] = (done.timed / max(done.seconds, 1e-9), 1)
     return metrics
 
 

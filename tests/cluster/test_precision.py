@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -19,9 +20,13 @@ from roundtable.cluster.agent.cluster_trainer import figures_of
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.stepping.agreed_step import AgreedFigures
 from roundtable.cluster.stepping.loss_scaling import GROWS_AFTER, NAME, LossScale
+from roundtable.cluster.train.round_course import RoundCourse, StepTimes
+from roundtable.cluster.train.round_reports import RoundProgress, round_metrics
 from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError, EncodingError
+from roundtable.core.task import Task
 
 HALF = {"steps": 8, "batch_size": 8, "learning_rate": 0.05, "max_gradient_norm": 0.5}
 GPU = Resources(1, 2, 1 << 30)
@@ -98,6 +103,25 @@ def test_a_skipped_steps_norm_does_not_leave() -> None:
         **{"utilisation": None, "memory": 1, "seconds": 0.5, "communicating": None, "waiting": 0.0},
     }
     assert "gradient_norm" not in figures_of(step)
+
+
+def test_means_of_a_round_that_went_on_from_a_checkpoint_are_of_its_own_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The checkpoint brings 96 examples and three skipped steps, which took no time here and have no norm."""
+    clock = [100.0]
+    monkeypatch.setattr("roundtable.cluster.train.round_course.time.perf_counter", lambda: clock[0])
+    done = RoundProgress(seen=96, loss_sum=48.0, skipped=3)
+    course = RoundCourse(1, 16, done, lambda report: None, lambda report: report, scale=LossScale())
+    course._noted = clock[0]
+    for step, norm in enumerate([2.0, inf, 4.0], 13):
+        found = AgreedFigures(1.0, norm, (1.0,), stop=False, due=False)
+        assert course.allows(step, found) == (norm < inf)
+        clock[0] += 0.5
+        course.note(found, StepTimes(step, 8, 0.1, clock[0], clock[0]))
+    told = round_metrics(Task(), done, private=False)
+    assert told == {"loss": (72.0, 120), "gradient_norm": (6.0, 2), "examples_per_second": (16.0, 1)}
+    assert done.skipped == 4
 
 
 def test_a_step_may_be_looked_at_while_the_next_one_runs() -> None:
