@@ -87,7 +87,7 @@ def probe_model(
     except RoundtableError:
         raise
     except Exception as error:
-        raise TaskError(_said(task, error)) from error
+        raise TaskError(does_not_run(task, error)) from error
     carried_state(model)
     anatomy = dissect(model)
     if not any(weight.trainable for weight in anatomy.weights):
@@ -145,7 +145,7 @@ def _traced(task: Task, batch: Any, bfloat16: bool) -> tuple[FakeTensorMode | No
         if 2 * needed > _free_memory():
             if isinstance(error, RoundtableError):
                 raise
-            raise NotTraceable(_said(task, error)) from error
+            raise NotTraceable(does_not_run(task, error)) from error
     made = initial_state(task, 0)
     assert isinstance(made, nn.Module)
     check_same_tensors(names, made.state_dict())
@@ -212,7 +212,7 @@ def _free_memory() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _said(task: Task, error: Exception) -> str:
+def does_not_run(task: Task, error: Exception) -> str:
     """An error of the task's code in a line, with the line of the code that it comes from."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or list(frames)

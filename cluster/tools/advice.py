@@ -126,21 +126,22 @@ def whole_job(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **{name: last[name] for name in ("memory_limit", "ranks", "plan", "strategy")},
     }
     for name in FIGURES:
-        # Reports that an earlier version kept lack later figures.
-        parts = [(report["steps"], report[name]) for report in reports if report.get(name) is not None]
+        # Reports that an earlier version kept lack later figures, and how many steps had one.
+        parts = [{"steps": report["steps"], **report[name]} for report in reports if report.get(name)]
         found[name] = _together(parts) if parts else None
     return found
 
 
-def _together(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    steps = max(sum(count for count, _ in parts), 1)
-    mean = sum(count * part["mean"] for count, part in parts) / steps
-    squares = sum(count * (part["deviation"] ** 2 + (part["mean"] - mean) ** 2) for count, part in parts)
+def _together(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    steps = max(sum(part["steps"] for part in parts), 1)
+    mean = sum(part["steps"] * part["mean"] for part in parts) / steps
+    squares = sum(part["steps"] * (part["deviation"] ** 2 + (part["mean"] - mean) ** 2) for part in parts)
     return {
         "mean": mean,
-        "least": min(part["least"] for _, part in parts),
-        "most": max(part["most"] for _, part in parts),
+        "least": min(part["least"] for part in parts),
+        "most": max(part["most"] for part in parts),
         "deviation": math.sqrt(squares / steps),
+        "steps": steps,
     }
 
 

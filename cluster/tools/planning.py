@@ -18,7 +18,7 @@ from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.replica_composition import check_replicas
 from roundtable.cluster.plan.resources import Resources, allowed_resources
-from roundtable.cluster.tools.silo_job import load_silo_job
+from roundtable.cluster.tools.silo_job import load_silo_job, tell_steps
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
 from roundtable.core.task import Site, Task
@@ -95,6 +95,7 @@ def plan_task(
     """The plan for a task with the silo's data and the measured links; `told` hears how far it is."""
     told("reading the data")
     data, _ = split_data(task, Site("plan", options=options))
+    tell_steps(task, job, data)
     if table.elastic == "replica":
         # Each replica plans for its own devices, and for the whole batch: it may be the only one left.
         resources = replace(resources, devices=table.replica_devices)

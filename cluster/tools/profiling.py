@@ -22,10 +22,11 @@ from roundtable.client.training.stream_batches import streamed
 from roundtable.client.worker.executor import choose_device
 from roundtable.cluster.plan.arithmetic import ExampleCost, count_work
 from roundtable.cluster.plan.device_peaks import peak_flops
-from roundtable.cluster.plan.model_probe import example_batch
-from roundtable.cluster.tools.silo_job import load_silo_job
+from roundtable.cluster.plan.model_probe import does_not_run, example_batch
+from roundtable.cluster.tools.silo_job import load_silo_job, tell_steps
 from roundtable.cluster.train.round_reports import RoundFigures, StepReport, most_memory
 from roundtable.core.config import JobConfig
+from roundtable.core.errors import TaskError
 from roundtable.core.seeds import torch_generator
 from roundtable.core.task import Site, initial_state
 
@@ -52,7 +53,8 @@ def profile_job(
 ) -> Profile:
     """Profiles `steps` steps after two that warm up, and writes a Chrome trace to `output`.
 
-    Raises ConfigError for a task that has no module or too little data, ResourceError for a missing device.
+    Raises ConfigError for a task that has no module or too little data, TaskError for one whose loss does not
+    run, ResourceError for a missing device.
     """
     loaded = load_silo_job(agent, job_file, overrides)
     job, task = loaded.job, loaded.task
@@ -65,11 +67,15 @@ def profile_job(
         model.parameters(), lr=job.algorithm.learning_rate
     )
     data, _ = split_data(task, Site("profile", options=loaded.options))
+    tell_steps(task, job, data)
     batches = _batches(data, job, steps + _WARM_UP, device)
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
-        task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        try:
+            task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise TaskError(does_not_run(task, error)) from error
         optimizer.step()
 
     for batch in islice(batches, _WARM_UP):

@@ -10,10 +10,13 @@ from typing import Any
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.config import load_agent_config
 from roundtable.client.policy.policy_table import PolicyTable
+from roundtable.client.training.batches import count_examples
+from roundtable.client.training.loaders import drops_last
+from roundtable.client.training.local_work import steps_of
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError
-from roundtable.core.task import ArrayTask, Task, in_context, load_task
+from roundtable.core.task import ArrayTask, Task, ToldTask, in_context, load_task
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,22 @@ def load_silo_job(
         raise ConfigError(f"task {name!r} is an ArrayTask: only a Task with a PyTorch module runs on ranks")
     return SiloJob(
         job=job,
-        task=in_context(
-            task, Context(job.title, 1, "plan", job_seed=job.seed, learning_rate=job.algorithm.learning_rate)
-        ),
+        task=in_context(task, _context(job)),
         table=(config and config.cluster) or ClusterTable(),
         policy=config.policy if config else PolicyTable(),
         options=dict(config.data if config else job.simulation.data),
         device=config.device if config else "auto",
         state=config.state if config else None,
     )
+
+
+def tell_steps(task: Task, job: JobConfig, data: Any) -> None:
+    """Tells a task that asks how many steps a round over these training data has, as ranks tell it."""
+    if isinstance(task, ToldTask):
+        steps = steps_of(job, count_examples(data), drop_last=drops_last(data))
+        task.tell(_context(job, steps))
+
+
+def _context(job: JobConfig, steps: int | None = None) -> Context:
+    rate = job.algorithm.learning_rate
+    return Context(job.title, 1, "plan", steps, job_seed=job.seed, learning_rate=rate)

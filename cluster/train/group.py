@@ -55,7 +55,7 @@ from roundtable.cluster.train.round_reports import (
 from roundtable.cluster.train.streams import why_shared
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import EVALUATION_BATCHES, JobConfig, job_from_json
-from roundtable.core.errors import InvalidUpdate, LayoutError, TaskError
+from roundtable.core.errors import InvalidUpdate, LayoutError, ResourceError, TaskError
 from roundtable.core.models import Model, open_model
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, hides_figures
 from roundtable.core.task import ArrayTask, Site, Task, ToldTask, in_context, load_task
@@ -141,7 +141,11 @@ class GroupExecutor:
         digest, size = self._deliver(trainer, order, start, kept=kept)
         group, changes = self._group, self.peers.changes if self.peers is not None else None
         about = (trainer.strategy, group.folder, group.control, group.resources.memory, changes)
-        report_round(figures, order, *about)
+        try:
+            report_round(figures, order, *about)
+        except (OSError, ResourceError) as error:
+            # The update is there: its figures are no reason to train it again.
+            _say(f"the figures of round {order.round} are not kept: {error}")
         return TrainedUpdate(
             digest=digest,
             size=size,

@@ -22,7 +22,6 @@ from roundtable.cluster.parallel.meshes import gather_text
 from roundtable.cluster.parallel.routing import ExpertShares
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.stepping.compile_trial import CompileTrial
-from roundtable.core.errors import ResourceError
 from roundtable.core.machine.process_facts import peak_memory
 from roundtable.core.task import Task
 
@@ -79,7 +78,8 @@ class Spread:
         if not self.count:
             return None
         deviation = math.sqrt(self.squares / self.count)
-        return {"mean": self.mean, "least": self.least, "most": self.most, "deviation": deviation}
+        figures = {"mean": self.mean, "least": self.least, "most": self.most, "deviation": deviation}
+        return {**figures, "steps": self.count}
 
 
 REPORTS = "rounds"
@@ -184,18 +184,15 @@ def report_round(
 ) -> None:
     """Keeps a round's figures at the silo, where `roundtable client report` reads them. Collective.
 
-    `changes`: at which steps replicas were lost and joined, where they may.
+    `changes`: at which steps replicas were lost and joined, where they may. Raises OSError or ResourceError,
+    on rank 0, where they cannot be written.
     """
     report = figures.gathered(control, memory_limit)
     if dist.get_rank() == 0:
         about = {"round": order.round, "attempt": order.attempt, "at": time.time()}
         plan = {"plan": str(strategy), "strategy": strategy.to_plain()}
         replicas = {} if changes is None else {"replicas": changes}
-        try:
-            keep_report(folder, order.job, {**about, **plan, **report, **replicas})
-        except (OSError, ResourceError) as error:
-            # The update is there: figures are no reason to train it again.
-            print(f"the figures of round {order.round} are not kept: {error}", flush=True)
+        keep_report(folder, order.job, {**about, **plan, **report, **replicas})
 
 
 def keep_report(folder: Path, job: str, report: Mapping[str, Any]) -> None:

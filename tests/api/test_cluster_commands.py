@@ -69,6 +69,25 @@ def test_a_profile_leaves_a_trace_and_says_what_the_rules_advise(
     assert json.loads((job.parent / "trace.json").read_text())["traceEvents"]
 
 
+def test_plan_and_profile_tell_a_task_the_steps_of_its_rounds_and_show_its_mistakes(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = TASK.replace("model, batch)", "model, batch, context)")
+    told = told.replace(
+        "        return (model", "        assert context.steps == 4, context.steps\n        return (model"
+    )
+    (job.parent / "toy.py").write_text(told)
+    plan, profile = (
+        ["client", "plan", str(job), "--world", "2", "--memory", "1GiB"],
+        ["client", "profile", str(job)],
+    )
+    assert run(plan) == run([*profile, "--steps", "1"]) == 0
+    job.write_text(job.read_text() + "steps = 7\n")
+    for command in (plan, profile):
+        assert run(command) == 2
+        assert "does not run on the first training examples: AssertionError: 7" in capsys.readouterr().err
+
+
 def test_worlds_are_numbers(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["client", "profile", str(job), "--worlds", "one"]) == 2
     assert "write numbers of ranks with commas" in capsys.readouterr().err

@@ -49,6 +49,22 @@ def test_rounds_put_together_are_all_their_steps(seconds: list[float], cut: int)
     assert (found["least"], found["most"]) == (min(seconds), max(seconds))
 
 
+@given(st.lists(st.lists(st.none() | st.floats(0.01, 1.0), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_a_figure_that_some_steps_lack_is_the_mean_of_those_that_have_it(
+    rounds: list[list[float | None]],
+) -> None:
+    """As time in communication, which is known from a job's third step on."""
+    found = whole_job([report(*(step(communicating=value) for value in each)) for each in rounds])
+    there = [value for each in rounds for value in each if value is not None]
+    if not there:
+        assert found["communicating"] is None
+        return
+    told = found["communicating"]
+    assert told["steps"] == len(there)
+    assert math.isclose(told["mean"], statistics.fmean(there), rel_tol=1e-9)
+    assert math.isclose(told["deviation"], statistics.pstdev(there), rel_tol=1e-6, abs_tol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("about", "planted"),
     [
