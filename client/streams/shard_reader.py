@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from roundtable.client.streams.kept_position import DAMAGED, Position, is_count
@@ -13,7 +14,7 @@ from roundtable.client.streams.random_state import DataRandomness
 from roundtable.client.streams.shares import WHOLE, ReadingShare
 from roundtable.client.streams.tar_shards import TarShards
 from roundtable.client.streams.workers import Workers
-from roundtable.core.errors import EncodingError, TaskError
+from roundtable.core.errors import EncodingError, NoExamples, TaskError
 
 
 class ShardReader:
@@ -36,6 +37,7 @@ class ShardReader:
         self._share = share
         taken, places = _checked(source, position)
         self._taken = taken
+        self._last: list[Any] = []
         self._places = {lane: places[lane] for lane in _lanes_of(share, source.lanes)}
         lanes = [LaneStart(lane, place, self._part(lane)) for lane, place in self._places.items()]
         self._feed: LaneFeed | WorkerFeed
@@ -65,10 +67,17 @@ class ShardReader:
                     if fed.mine:
                         own.append(fed.example)
         self._taken += examples
+        self._last = own[-1:] or self._last
         return own
 
     def filler(self) -> Any:
-        return next(iter(self._source))
+        if not self._last:
+            # Once at most: whoever has none of its own yet reads the first there is.
+            with DataRandomness():
+                self._last = list(islice(self._source, 1))
+            if not self._last:
+                raise NoExamples(f"the {len(self._source.urls)} shards of the training data hold no record")
+        return self._last[0]
 
     def position(self) -> Position:
         lanes = {str(lane): [place.shard, place.offset] for lane, place in self._places.items()}

@@ -111,6 +111,29 @@ def test_any_cuts_and_any_ranks_take_the_one_order(
                 reader.close()
 
 
+def test_who_has_no_example_in_a_step_reads_one_for_all_of_them(tmp_path: Path) -> None:
+    """Three share one lane, a step has two examples: none reads one for each step without any of its own."""
+    decoded: list[int] = []
+
+    def decode(sample: Any) -> int:
+        decoded.append(record_id(sample))
+        return int(torch.randint(1 << 30, ()))
+
+    source = TarShards(write_shards(tmp_path, [9]), decode, shuffle=0)
+    readers = [make_reader(source, SEED, None, ReadingShare(rank, 3)) for rank in range(3)]
+    before = torch.get_rng_state()
+    for _ in range(4):
+        for reader in readers:
+            if not reader.take(2):
+                reader.filler()
+    # The third had none in the first step.
+    assert sorted(decoded) == sorted([*range(8), 0])
+    assert torch.equal(torch.get_rng_state(), before)
+    nothing = TarShards(write_shards(tmp_path / "nothing", [0]), decode)
+    with pytest.raises(NoExamples, match="hold no record"):
+        make_reader(nothing, SEED, None, ReadingShare(1, 2)).filler()
+
+
 def test_every_record_of_an_epoch_comes_once(tmp_path: Path) -> None:
     sizes = [5, 0, 9, 2, 7, 7]
     order = list(islice(expected(sizes, 3, 8), 30 * 40))
