@@ -248,6 +248,11 @@ class HuggingFaceTask(Task):
         trained = {plain_name(name) for name, p in model.named_parameters() if p.requires_grad}
         if self.method == "ffa_lora":
             held = {name for name in held if ".lora_A." not in name}
+        if embeddings := sorted(name for name in trained if ".lora_embedding_" in name):
+            raise TaskError(
+                f"targets = {self.targets!r}: {embeddings[0]!r} is a factor of an embedding's, which is neither "
+                "frozen by ffa_lora nor merged by flora: choose linear layers as targets"
+            )
         if trained != held:
             odd = sorted(trained ^ held)
             raise TaskError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,10 @@ def _write_adapter(model: Any, base: str, digest: str, precision: str, folder: P
 def _write_merged(model: Any, task: HuggingFaceTask, kind: Format, folder: Path, most: int | None) -> None:
     """In float32: in half precision merging rounds what was learnt."""
     if task.method != "full":
-        model = model.float().merge_and_unload()
+        untied = _untied(model.float())
+        model = model.merge_and_unload()
+        if untied:
+            model.config.tie_word_embeddings = False
     if kind == "traced" or kind == "onnx":
         folder.mkdir()
         write_program(model, kind, folder, model.config.vocab_size)
@@ -148,6 +152,19 @@ def _write_merged(model: Any, task: HuggingFaceTask, kind: Format, folder: Path,
     tokenizer = task.pretrained_base.tokenizer
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(folder)
+
+
+def _untied(model: Any) -> bool:
+    """Gives each layer with an adapter weights that are its own, and says whether any were another's, too: what
+    is merged into a head that shares them would be in the embedding as well."""
+    counts = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
+    found = False
+    for module in model.modules():
+        layer: Any = getattr(module, "base_layer", None)
+        if layer is not None and counts[id(getattr(layer, "weight", None))] > 1:
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+            found = True
+    return found
 
 
 def base_digest(layout: Layout) -> str:

@@ -15,7 +15,7 @@ import torch
 from tiny_bases import POSITIONS, write_base
 
 from roundtable.core import JobConfig, initial_state
-from roundtable.core.errors import ConfigError, EncodingError, LayoutError
+from roundtable.core.errors import ConfigError, EncodingError, LayoutError, TaskError
 from roundtable.core.foundation.checkpoint_files import CheckpointTensors
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask
 from roundtable.core.foundation.logits_program import write_program
@@ -105,6 +105,17 @@ def test_the_libraries_load_what_is_written(bases: Path, kind: str, method: str,
     torch.testing.assert_close(
         logits_of(load_adapter(tmp_path / "adapter", str(base))), wanted, rtol=0, atol=0
     )
+
+
+def test_what_a_tied_head_learnt_is_not_merged_into_the_embedding(bases: Path, tmp_path: Path) -> None:
+    import transformers
+
+    job, task, model = trained(bases / "gpt2", targets=["lm_head", "c_attn"])
+    publish(job, task, model, tmp_path / "whole", "transformers", STORY)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    torch.testing.assert_close(logits_of(whole), expected_of(job, task, model), rtol=1e-4, atol=1e-5)
+    with pytest.raises(TaskError, match="a factor of an embedding's"):
+        trained(bases / "gpt2", targets=["wte", "c_attn"])
 
 
 def test_nothing_that_is_written_names_this_machine_or_a_silo(bases: Path, tmp_path: Path) -> None:
