@@ -198,7 +198,8 @@ class BaseModel:
         return model  # type: ignore[no-any-return]
 
     def pins(self) -> dict[str, Tensor]:
-        """What all parties must have alike beside weights, as values of which a layout holds the digest."""
+        """What all parties must have alike beside weights. The digest is in a tensor's name, which a layout
+        holds whatever its rule: a value would travel with [model] travel = "all", and be everybody's."""
         # A call with padding or truncation writes that into tokenizer.json; neither says what a token is.
         tokenizer = self.tokenizer
         tokens = json.loads((self.folder / _TOKENS).read_text(encoding="utf-8"))
@@ -208,11 +209,12 @@ class BaseModel:
         made = [tokenizer(sample)["input_ids"], tokenizer.get_added_vocab()]
         told = self.config.to_dict()
         version = str(library("transformers").__version__).partition(".")[0]
-        return {
+        pinned = {
             "tokenizer": _digest([_without(tokens, _OF_CALLS), special, tokenizer.chat_template, made]),
             "model_config": _digest(_without(told, _NOT_OF_THE_MODEL)),
-            f"transformers_{version}": torch.tensor([float(version)]),
+            "transformers": version,
         }
+        return {f"{name}_{value}": torch.ones(1) for name, value in pinned.items()}
 
 
 def find_base(name: str) -> BaseModel:
@@ -263,7 +265,6 @@ def _without(values: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]
     return {key: value for key, value in values.items() if key not in keys}
 
 
-def _digest(value: Any) -> Tensor:
-    """[32] float32: the bytes of a digest, which any precision holds exactly."""
+def _digest(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return torch.tensor(list(blake3(text.encode()).digest()), dtype=torch.float32)
+    return blake3(text.encode()).hexdigest(16)

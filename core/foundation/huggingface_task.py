@@ -250,8 +250,8 @@ class HuggingFaceTask(Task):
             held = {name for name in held if ".lora_A." not in name}
         if embeddings := sorted(name for name in trained if ".lora_embedding_" in name):
             raise TaskError(
-                f"targets = {self.targets!r}: {embeddings[0]!r} is a factor of an embedding's, which is neither "
-                "frozen by ffa_lora nor merged by flora: choose linear layers as targets"
+                f"targets = {self.targets!r}: {embeddings[0]!r} is a factor of an embedding's, which is "
+                "neither frozen by ffa_lora nor merged by flora: choose linear layers as targets"
             )
         if trained != held:
             odd = sorted(trained ^ held)

@@ -155,8 +155,8 @@ def _write_merged(model: Any, task: HuggingFaceTask, kind: Format, folder: Path,
 
 
 def _untied(model: Any) -> bool:
-    """Gives each layer with an adapter weights that are its own, and says whether any were another's, too: what
-    is merged into a head that shares them would be in the embedding as well."""
+    """Gives each layer with an adapter weights that are its own, and says whether any were another's, too:
+    what is merged into a head that shares them would be in the embedding as well."""
     counts = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
     found = False
     for module in model.modules():

@@ -23,19 +23,31 @@ class HeadTable(AlgorithmTable):
 def head_of(model: nn.Module, table: AlgorithmTable) -> list[str]:
     """Names of the head's tensors, in the model's order.
 
-    Raises ConfigError for a pattern that nothing matches, and where head or base is left empty.
+    Frozen parameters are of neither: they stay what every party has. Raises ConfigError for a pattern that
+    nothing matches, where head or base is left without a parameter that trains, and for a model whose last
+    layer is frozen and that is told no patterns.
     """
     assert isinstance(table, HeadTable)
-    names = list(model.state_dict(keep_vars=True))
-    parameters = [name for name, _ in model.named_parameters()]
-    if not parameters:
+    everything = list(model.named_parameters())
+    if not everything:
         raise ConfigError(f"algorithm {table.name!r}: {type(model).__name__} has no parameters")
-    patterns = table.head or (parameters[-1].rpartition(".")[0] + ".*",)
+    last, value = everything[-1]
+    if not table.head and not value.requires_grad:
+        raise ConfigError(
+            f"algorithm {table.name!r}: the last layer of {type(model).__name__} is frozen ({last!r}), so "
+            "that nothing of it could be a silo's own: say by patterns what the head is, such as "
+            'head = ["*.11.*"]',
+            key=("algorithm", "head"),
+        )
+    frozen = {name for name, each in everything if not each.requires_grad}
+    names = [name for name in model.state_dict(keep_vars=True) if name not in frozen]
+    parameters = [name for name, _ in everything if name not in frozen]
+    patterns = table.head or (last.rpartition(".")[0] + ".*",)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"algorithm.head: {pattern!r} matches no tensor of {type(model).__name__}; its last are "
-                f"{', '.join(names[-4:])}"
+                f"algorithm.head: {pattern!r} matches no tensor of {type(model).__name__} that trains; its "
+                f"last are {', '.join(names[-4:])}"
             )
     head = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if not set(parameters) - set(head) or not set(parameters) & set(head):

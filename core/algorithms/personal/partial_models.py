@@ -39,7 +39,8 @@ class LgFedAvg(ClientAlgorithm):
     @override
     def local_tensors(self, model: nn.Module) -> Sequence[str]:
         head = set(head_of(model, self.table))
-        return [name for name in model.state_dict() if name not in head]
+        frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+        return [name for name in model.state_dict() if name not in head and name not in frozen]
 
 
 class FedBn(ClientAlgorithm):
