@@ -113,6 +113,19 @@ def screen(
         norms = arrived
     else:
         norms = np.zeros(matrix.rows) if trusting else _norms(matrix, with_gram)
+    return judge(norms, clients, policy, max_norm, by_loss=by_loss, norm_ratio=norm_ratio)
+
+
+def judge(
+    norms: np.ndarray,
+    clients: Sequence[ClientRow],
+    policy: ValidationPolicy,
+    max_norm: float | None,
+    *,
+    by_loss: bool = False,
+    norm_ratio: float | None = None,
+) -> Screening:
+    """What `screen` says of rows with these Euclidean norms [n]."""
     max_norm, bound = _bound(norms, max_norm, norm_ratio)
     names = Counter(client.name for client in clients)
     kept: list[int] = []

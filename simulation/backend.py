@@ -157,6 +157,9 @@ class Summing(Protocol):
     def sums_updates(self) -> bool:
         """Whether it does so for this job; `rows` then has no columns."""
 
+    def norms(self, indices: Sequence[int]) -> list[float]:
+        """Euclidean norms of the updates of clients by number that have trained since `rows`."""
+
     def total(self, weights: Mapping[int, float]) -> Tensor:
         """Σ weight · update over clients by number that have trained since `rows` [layout.sent.size]."""
 

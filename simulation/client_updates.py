@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roundtable.aggregation import TensorMatrix
+from roundtable.aggregation import ClientRow, TensorMatrix
+from roundtable.aggregation.validation import judge
 from roundtable.aggregation.weighting import capped
 from roundtable.client.encoding_trials import try_encodings
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, summable
@@ -19,7 +20,7 @@ from roundtable.core.encodings import Encoding, StreamKey, get_encoding
 from roundtable.core.encodings.composed.common_rank import CommonRank
 from roundtable.core.encodings.feedback import Feedback, Sending, without_memory
 from roundtable.core.encodings.journey import norm, travelled
-from roundtable.core.errors import PrivacyError, TaskError
+from roundtable.core.errors import AggregationError, PrivacyError, TaskError
 from roundtable.core.observability.transfer_figures import TransferFigures
 from roundtable.core.privacy_table import ExampleLevel
 from roundtable.engine import Mean, Received, Rows
@@ -192,17 +193,28 @@ class ClientUpdates:
         return refused
 
     def _total(self, backend: Summing, updates: Sequence[Update]) -> Mean:
-        """The mean, taken where the updates are."""
+        """The mean, taken where the updates are, of those that the job's validation lets pass."""
         table = self.world.job.aggregation
+        checks, index_of = table.validation, self.world.names.index_of
+        ratio = None if checks.norm_ratio == "off" else checks.norm_ratio
+        norms = np.array(backend.norms([index_of(update.client) for update in updates]))
+        clients = [ClientRow(update.client, update.examples, update.loss) for update in updates]
+        screening = judge(norms, clients, checks.policy, None, norm_ratio=ratio)
+        excluded = {exclusion.client: exclusion.message for exclusion in screening.excluded}
+        if not screening.kept:
+            reasons = "; ".join(f"{client}: {reason}" for client, reason in excluded.items())
+            raise AggregationError(f"no client has a usable update in this round: {reasons}")
+        updates = [updates[place] for place in screening.kept]
         amounts = np.array([1 if table.weighting == "uniform" else update.examples for update in updates])
-        if table.validation.weight_ratio != "off":
-            amounts = capped(amounts, table.validation.weight_ratio)
-        shares = (amounts / amounts.sum()).tolist()
+        if checks.weight_ratio != "off":
+            amounts = capped(amounts, checks.weight_ratio)
+        shares = (amounts / amounts.sum() * screening.factors).tolist()
         weights = {update.client: share for update, share in zip(updates, shares, strict=True)}
-        total = backend.total({self.world.names.index_of(client): w for client, w in weights.items()})
+        total = backend.total({index_of(client): share for client, share in weights.items()})
         return Mean(
             total,
             weights,
+            excluded=excluded,
             examples={update.client: update.examples for update in updates},
             steps={update.client: update.steps for update in updates if update.steps is not None},
         )

@@ -75,9 +75,9 @@ class Host:
 
     def train(
         self, round: int, vector: np.ndarray, work: Sequence[_Item]
-    ) -> list[tuple[Trained | Failed, np.ndarray | None]]:
-        """Answers, each with its update unless updates are summed here."""
-        answers: list[tuple[Trained | Failed, np.ndarray | None]] = []
+    ) -> list[tuple[Trained | Failed, np.ndarray | float]]:
+        """Answers, each with its update, or the update's norm where updates are summed here."""
+        answers: list[tuple[Trained | Failed, np.ndarray | float]] = []
         model = torch.from_numpy(vector.copy())
         for item in self._work(work):
             row = torch.empty(self._world.layout.sent.size)
@@ -85,7 +85,7 @@ class Host:
                 row = row.to(self._dense).float()
                 if self._summing:
                     self._updates[item.index] = row
-                answers.append((answer, None if self._summing else row.numpy()))
+                answers.append((answer, float(row.double().norm()) if self._summing else row.numpy()))
         return answers
 
     def evaluate(self, round: int, vector: np.ndarray, work: Sequence[_Item]) -> list[Measured | Failed]:
@@ -141,6 +141,7 @@ class RayCluster:
             )
         self._round: tuple[int, Any, dict[int, Work]] = (0, None, {})
         self._home: dict[int, _Actor] = {}
+        self._norms: dict[int, float] = {}
         self._actors: list[_Actor] = []
         self._rows = torch.empty(0, world.layout.sent.size)
         self._start()
@@ -153,6 +154,7 @@ class RayCluster:
 
     def rows(self, count: int) -> Tensor:
         self._home.clear()
+        self._norms.clear()
         self._round = (0, None, {})
         for actor in self._actors:
             actor.handle.forget.remote()
@@ -174,7 +176,9 @@ class RayCluster:
         self._round = (round, model, self._round[2] | {item.index: item for item in work})
         for place, actor, (answer, update) in self._spread("train", (round, model), work):
             self._home[work[place].index] = actor
-            if update is not None:
+            if isinstance(update, float):
+                self._norms[work[place].index] = update
+            else:
                 rows[place].copy_(torch.from_numpy(update.copy()))
             yield answer
 
@@ -182,6 +186,10 @@ class RayCluster:
         model = self._ray.put(vector.numpy())
         for _, _, answer in self._spread("evaluate", (round, model), work):
             yield answer
+
+    def norms(self, indices: Sequence[int]) -> list[float]:
+        """Euclidean norms of these clients' updates, as their nodes have measured them."""
+        return [self._norms[index] for index in indices]
 
     def total(self, weights: Mapping[int, float]) -> Tensor:
         """Σ weight · update over clients by number [layout.sent.size]: each node sends one vector."""

@@ -41,6 +41,14 @@ def test_updates_summed_on_their_nodes_give_the_sequential_model(cluster, run, t
     assert result.history.records[0].weights == pytest.approx(reference.history.records[0].weights)
 
 
+def test_updates_that_are_too_long_are_left_out_of_their_sum(cluster, run):
+    settings = {"rounds": 2, "aggregation__validation__norm_ratio": 1.0}
+    reference, result = run(**settings), run(**settings, simulation__backend="ray")
+    assert "summed on their nodes" in result.backend
+    assert result.history["excluded"] == reference.history["excluded"]
+    assert torch.allclose(result.model.vector, reference.model.vector, atol=2e-6)
+
+
 def test_for_a_robust_rule_updates_come_back_whole(cluster, run):
     settings = {
         "rounds": 2,

@@ -160,6 +160,16 @@ class Stacked:
                 self._slots[item.index] = next(free)
         return [self._slots[item.index] for item in work]
 
+    def norms(self, indices: Sequence[int]) -> list[float]:
+        """Euclidean norms of the updates of clients by number that have trained since `rows`."""
+        slots = torch.tensor([self._slots[index] for index in indices], device=self._kept.device)
+        squares = torch.zeros(len(slots), dtype=torch.float64, device=self._kept.device)
+        for start in range(0, self._kept.shape[1], _COLUMNS):
+            block = self._kept[:, start : start + _COLUMNS].index_select(0, slots)
+            squares += block.double().square_().sum(1)
+        norms: list[float] = squares.sqrt_().tolist()
+        return norms
+
     def total(self, weights: Mapping[int, float]) -> Tensor:
         """Σ weight · update over clients by number that have trained since `rows` [layout.sent.size]."""
         slots = torch.tensor([self._slots[index] for index in weights], device=self._kept.device)

@@ -24,6 +24,7 @@ from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.initial_model import hooked_parameter
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task
+from roundtable.simulation.backends.module_condition import ModuleComposition, TaskState
 from roundtable.simulation.backends.precision import MixedPrecision
 from roundtable.simulation.backends.vectorised.recorded_work import Loss
 
@@ -132,6 +133,7 @@ class Stack:
         if (hooked := hooked_parameter(self.model)) is not None:
             raise Unstackable(f"{hooked!r} has a hook on its gradient, which stacked weights do not have")
         try:
+            self._check_forgets(tuple(part[0] for part in batch))
             saved = self._try(batch)
             self.model.train(not self.random)
             self._compare(batch)
@@ -146,6 +148,22 @@ class Stack:
             raise Unstackable("it changes a buffer or a frozen weight of the model in place")
         vectors = 4 + bool(step.momentum) + bool(step.pull) + step.corrected
         self.bytes_each = vectors * self.anchor.nbytes + 2 * saved // len(batch[0])
+
+    def _check_forgets(self, batch: Parts) -> None:
+        """A loss that goes on from what the last one has set on the task or the model is not stacked: clients
+        would go on from each other's. What a first one sets is not looked at, for it may be a cache."""
+        task = self._loss.task
+        own = getattr(task, "__dict__", {})
+        before = dict(own)
+        task.loss(self.model, batch)
+        state, composition = TaskState(task), ModuleComposition(self.model)
+        task.loss(self.model, batch)
+        if not state.holds():
+            own.clear()
+            own.update(before)
+            raise Unstackable("it keeps something on the task from one step to the next")
+        if not composition.holds():
+            raise Unstackable("it sets something anew on the model from one step to the next")
 
     def _try(self, batch: Parts) -> int:
         """Finds out whether the loss is random; the bytes that autograd keeps for the backward pass."""
