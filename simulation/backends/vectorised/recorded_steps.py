@@ -243,7 +243,7 @@ class Steps:
         count = len(self.parameters)
         held = list(self.held.values.values())
         inputs = [*self.parameters, *_apart(tensors)]
-        recording = _recorded_twice(gradients_of, inputs, count, self._counters, held)
+        recording = _recorded_twice(gradients_of, inputs, count, self._counters, held, self.model)
         self.random = self.random or recording.random
         parts = (recording, self.parameters, self.vectors, step)
         compiled = self._compiled(parts, gradients_of, tensors)
@@ -303,15 +303,21 @@ def _recorded_twice(
     parameters: int,
     counters: Mapping[str, Tensor],
     held: Sequence[Tensor],
+    model: nn.Module,
 ) -> Recording:
-    """Records the step, and again on other data with another seed; it must depend on neither."""
+    """Records the step, and again on other data with another seed; it must depend on neither, and set no
+    buffer anew on the model, of which no operation would tell."""
     devices = _cuda(inputs[0])
     other = [*inputs[:parameters], *(t.flip(0) if t.dim() else t for t in inputs[parameters:])]
     recordings = []
     with torch.random.fork_rng(devices=devices):
         for seed, values in enumerate((inputs, other)):
             torch.manual_seed(seed)
+            buffers = list(model.buffers())
             recordings.append(record(gradients_of, values, counters, held))
+    now = list(model.buffers())
+    if len(now) != len(buffers) or any(one is not other for one, other in zip(now, buffers, strict=True)):
+        raise Unrecordable("it sets a buffer of the model anew")
     difference = recordings[0].same_as(recordings[1])
     if difference is not None:
         raise Unrecordable(f"its operations depend on the data or on chance: {difference}")
