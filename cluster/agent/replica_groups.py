@@ -176,7 +176,9 @@ class ReplicaGroups:
                 current.lost(event.index)
                 training.lost(event.index)
                 self.losses.append(lost)
-                trouble(lost, f"went on with {self.started} replicas; the lost one joins once it is back")
+                left = len(current.members) or self.started
+                went_on = f"{left} replica{'s' if left > 1 else ''}"
+                trouble(lost, f"went on with {went_on}; the lost one joins once it is back")
                 if were == (event.index,) or not self._replicas:
                     raise AllLost(lost)
                 looked = -math.inf

@@ -133,6 +133,40 @@ async def test_a_lost_replica_costs_its_part_of_a_step_and_joins_again(devices: 
     ]
 
 
+DYING = """
+from roundtable.cluster.train.fellow_replicas import FellowReplicas
+def _dying(self, *state):
+    mark = pathlib.Path(__file__).parent / "died"
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return GIVE(self, *state)
+GIVE, FellowReplicas._give = FellowReplicas._give, _dying
+
+class Toy"""
+
+
+@pytest.mark.slow
+async def test_who_joins_while_its_donor_dies_begins_anew_from_another(tmp_path: Path) -> None:
+    """Replica 1 comes back and gets no state from 0, which is killed as it gives it: 2 alone goes on."""
+    code = CODE.replace("\nclass Toy", DYING)
+    job = {"algorithm": {**ALGORITHM, "epochs": 40}}
+    table = {"devices": 3, "elastic": "replica", "restarts": 5, "timeout": 8.0}
+    silo = Silo(tmp_path, job, code, table=table, kills={"1": 5}, sleep=0.35)
+    told: list[tuple[str, str, str]] = []
+    async with silo.trainer() as trainer:
+        work = replace(silo.work(), trouble=lambda *fault: told.append(fault))
+        await trainer.train(work, watched([]))
+        assert trainer.groups is not None
+        verdicts = trainer.groups.verdicts
+    assert [one.members for one in verdicts[1:] if not one.committed] == [(0, 2), (2,)]
+    assert [action.split(";")[0] for _, _, action in told] == [
+        f"went on with {left}" for left in ("2 replicas", "2 replicas", "1 replica")
+    ]
+    expected = oracle(silo, verdicts, {**ALGORITHM, "epochs": 40})
+    assert torch.allclose(silo.update().double(), expected, atol=5e-7)
+
+
 @pytest.mark.slow
 async def test_a_replica_that_stands_still_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
     silo = elastic(tmp_path, 2, kills={"0": 5}, signal="SIGSTOP", table={"timeout": 5.0, "restarts": 1})
