@@ -173,14 +173,14 @@ def test_a_split_is_tried_on_numbers_before_it_is_offered(kind: type[nn.Module],
 
 
 def test_a_split_of_large_layers_is_tried_without_their_matrices() -> None:
-    """Each would take 64 MiB: made-up ones are views, halved as such, and multiplied by in parts."""
+    """Each would take 128 MiB: made-up ones are views, halved as such, and multiplied by in parts."""
     with torch.device("meta"):
-        module, arguments = FeedForward(2048, 4096), ((torch.empty(1, 512, 2048),), {})
+        module, arguments = FeedForward(2048, 8192), ((torch.empty(1, 512, 2048),), {})
     split = LayerSplit(("w1", "w3"), "w2")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
         assert wrong_split(module, split, arguments) == ""
         assert between(module, split, arguments) == []
-    assert peak_of(traced) < 48 << 20
+    assert peak_of(traced) < 80 << 20
 
 
 def test_what_all_columns_share_is_found_between_the_layers() -> None:
