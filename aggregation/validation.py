@@ -38,7 +38,7 @@ class ClientRow:
     """Who sent a row, and what the client says about it.
 
     examples: number of training examples, 1 to 2^53. loss: training loss, for inverse-loss weighting. norm:
-    Euclidean norm of the row where it was measured on arrival , up to 1e-3 of it, which saves a pass
+    Euclidean norm of the row where it was measured on arrival, up to 1e-3 of it, which saves a pass
     where nobody's is near a bound.
     """
 
