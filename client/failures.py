@@ -23,6 +23,8 @@ from roundtable.core.errors import (
 )
 from roundtable.core.plugins.doors import foreign_frames
 
+_ABOUT_CODE = (RoundtableError, ImportError, SyntaxError)
+"""Exceptions whose words are ours, or name modules and lines."""
 _FOLDERS = re.compile(r"(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"]+[\\/])+")
 
 
@@ -49,7 +51,7 @@ def diagnose(error: Exception) -> FailureDiagnosis:
     """Classifies an error: its kind, a sentence that may travel, the traceback for the silo's own log.
 
     Messages of exceptions that are not ours may quote data ("could not convert 'Jane Doe' to
-    float"), so only their class and place travel.
+    float"), so only their class and place travel, also within a message of ours.
     """
     trace = "".join(traceback.format_exception(error))
     kind = _kind_of(error)
@@ -59,10 +61,21 @@ def diagnose(error: Exception) -> FailureDiagnosis:
             kind, "the silo's privacy budget holds no further round (its log has the figures)", trace
         )
     if isinstance(error, RoundtableError):
-        return FailureDiagnosis(kind, _FOLDERS.sub("", str(error)), trace)
+        return FailureDiagnosis(kind, _FOLDERS.sub("", _without_foreign_words(error)), trace)
     fault = _fault_of(error)
     advice = "the task's code raised an exception" if fault is None else fault.meaning
     return FailureDiagnosis(kind, f"{advice}: {_place_of(error)} (the silo's log has the details)", trace)
+
+
+def _without_foreign_words(error: RoundtableError) -> str:
+    """Its message; of exceptions that it goes back to the class alone where their words may quote data."""
+    text, cause, cut = str(error), error.__cause__, False
+    while cause is not None:
+        said = f"{type(cause).__name__}: {cause}"
+        if not isinstance(cause, _ABOUT_CODE) and said in text:
+            text, cut = text.replace(said, type(cause).__name__), True
+        cause = cause.__cause__
+    return f"{text} (the silo's log has the details)" if cut else text
 
 
 def _kind_of(error: Exception) -> str:

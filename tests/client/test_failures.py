@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from roundtable.client.failures import diagnose
+from roundtable.core.errors import TaskError
 from roundtable.core.task import load_task
 
 TASK = """
@@ -34,6 +35,28 @@ def test_the_line_that_is_named_is_the_tasks_own(call: str, tmp_path: Path) -> N
     assert "in ward.py, line 11, in loss()" in diagnosis.detail
     assert "Jane" not in diagnosis.detail
     assert "Jane" in diagnosis.trace or "json" not in call
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("int('Jane Doe')", "ValueError (ward.py, line 1, in <module>)"),
+        (
+            "import roundtable as rt\nclass Ward(rt.Task):\n    def __init__(self): int('Jane Doe')",
+            "ValueError (ward.py, line 3",
+        ),
+        ("import jane_doe", "ModuleNotFoundError: No module named 'jane_doe'"),
+        ("Jane Doe", "SyntaxError: invalid syntax (ward.py, line 1)"),
+    ],
+)
+def test_words_of_a_task_that_does_not_load_stay_at_the_silo(code: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "ward.py").write_text(code)
+    with pytest.raises(TaskError) as caught:
+        load_task("ward.py:Ward", tmp_path)
+    diagnosis = diagnose(caught.value)
+    assert told in diagnosis.detail
+    assert "Jane" not in diagnosis.detail
+    assert "Jane" in diagnosis.trace or "jane" in diagnosis.trace
 
 
 @pytest.mark.parametrize(
