@@ -46,6 +46,27 @@ def make_backend(world: World) -> tuple[Backend, str]:
     )
 
 
+def without_carrying(world: World, backend: Backend, why: str) -> tuple[Backend, str]:
+    """For a task that carries state from call to call: clients one after the other in one process.
+
+    Raises ConfigError where the job asks for another backend: what a client then starts with would depend on
+    which clients its process had before.
+    """
+    wanted = world.job.simulation.backend
+    if wanted == "sequential":
+        return backend, why
+    reason = "the task keeps something from one call of loss() to the next"
+    if wanted != "auto":
+        raise ConfigError(
+            f'simulation.backend = "{wanted}": {reason}, so that results depend on which clients share a '
+            "process, and in which order: mend that (`roundtable task check` says more), or choose backend "
+            '= "sequential"'
+        )
+    backend.close()
+    made = make_local("sequential", world, device=device_of(world))
+    return made, f"chosen automatically, in one process because {reason}"
+
+
 def _spread(world: World, inner: str, workers: int | None, why: str, device: str) -> tuple[Backend, str]:
     """The backend `inner` in as many processes as were asked for, or as there are cores.
 

@@ -66,16 +66,15 @@ def check_split(job: JobConfig, task: Task | ArrayTask) -> None:
 
 def try_client(world: World, index: int, partition: SeededPartition) -> Trial:
     """One batch of client `index`, where clients train."""
-    simulation = world.job.simulation
-    site = Site(
-        world.names[index],
-        index,
-        simulation.clients,
-        simulation.data,
-        partition,
-        world.job.standardise,
-    )
-    return try_batch(world.task, world.job, site, torch.device(device_of(world)))
+    clients = world.job.simulation.clients
+    beside = _site(world, (index + 1) % clients, partition) if clients > 1 else None
+    device = torch.device(device_of(world))
+    return try_batch(world.task, world.job, _site(world, index, partition), device, beside)
+
+
+def _site(world: World, index: int, partition: SeededPartition) -> Site:
+    simulation, name = world.job.simulation, world.names[index]
+    return Site(name, index, simulation.clients, simulation.data, partition, world.job.standardise)
 
 
 def _some(clients: int) -> list[int]:

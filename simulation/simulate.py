@@ -18,6 +18,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from roundtable.client.first_batch.oddities import STATE, Oddity
 from roundtable.client.training.batches import count_examples
 from roundtable.client.training.private_training import CANNOT_SAMPLE, check_task
 from roundtable.client.training.task_composition import check_task_with
@@ -42,7 +43,7 @@ from roundtable.engine.validation.transfer_composition import check_cohort_is_al
 from roundtable.simulation.backend import Backend, Work, World
 from roundtable.simulation.backends.sequential import one_thread
 from roundtable.simulation.checkpoint import Checkpoint
-from roundtable.simulation.choose_backend import make_backend
+from roundtable.simulation.choose_backend import make_backend, without_carrying
 from roundtable.simulation.cross_site import check_cross_site
 from roundtable.simulation.cross_site import cross_site as measure_cross_site
 from roundtable.simulation.driver import Driver
@@ -62,7 +63,7 @@ from roundtable.simulation.world.declared import Declared
 from roundtable.simulation.world.devices import Devices
 from roundtable.simulation.world.fleet import Fleet
 from roundtable.simulation.world.natural_names import NaturalNames, natural_names
-from roundtable.simulation.world.partition import make_partition
+from roundtable.simulation.world.partition import SeededPartition, make_partition
 from roundtable.simulation.world.regions import Regions, check_regions
 from roundtable.simulation.world.simulated_clients import Clients
 from roundtable.simulation.world.standardised import standardised
@@ -132,8 +133,12 @@ def simulate(
         declared = Declared(job, devices, Clients(world, budget=1).data)
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None
         backend, why = make_backend(world)
-        stack.callback(backend.close)
+        stack.callback(lambda: backend.close())
         _check_samples(world, backend)
+        partition = make_partition(job.simulation.partition, job.seed, folder)
+        odd = first_oddities(world, partition)
+        if any(each.about == STATE for each in odd):
+            backend, why = without_carrying(world, backend, why)
         if run is not None:
             run.describe(_environment(backend.name, backend.description, why))
         trackers = _trackers(job, run, folder, resume=resume)
@@ -150,7 +155,7 @@ def simulate(
             listener.taken_up(last[1])
             driver.resume(last[0], last[1].records)
         else:
-            _look_first(world, listener, run)
+            _tell_first(world, listener, run, partition, odd)
         driver.run()
         history = History(tuple(driver.history), tuple(listener.seconds))
         models = keeper.models(len(history), partial(whole_model, job, world.task))
@@ -188,10 +193,14 @@ def _analysed(analysis: JobConfig) -> tuple[Tensor, str]:
     return found.model.vector, "" if found.status == "finished" else found.reason
 
 
-def _look_first(world: World, listener: _Listener, run: RunDirectory | None) -> None:
-    """One batch of one client; what that shows to be odd, and what the clients are called."""
-    partition = make_partition(world.job.simulation.partition, world.job.seed, world.folder)
-    odd_task = first_oddities(world, partition)
+def _tell_first(
+    world: World,
+    listener: _Listener,
+    run: RunDirectory | None,
+    partition: SeededPartition,
+    odd_task: Sequence[Oddity],
+) -> None:
+    """What one batch of one client showed to be odd, and what the clients are called."""
     names = world.names
     listener.names, nameless = natural_names(world.task, names, partition.names(len(names)))
     if run is not None:

@@ -15,7 +15,8 @@ from roundtable.core.plugins.doors import described
 _FAR, _NEAR = 2.0, 0.1
 """A loss above `_FAR` times ln C and one more, or below `_NEAR` times ln C, is not an untrained model's."""
 _LEAPS = 3.0
-_SAME = 1e-4
+STATE = "state"
+"""The word for what goes on from one call to the next outside of the model's state."""
 _DOES = {
     "data": "data() does not open this client's data",
     "model": "model() does not make a model",
@@ -97,15 +98,7 @@ def _loss(trial: Trial, job: JobConfig) -> Iterator[tuple[str, str]]:
         return
     odd = list(_scale(trial)) or list(_level(trial))
     yield from odd
-    again = trial.loss if trial.again is None else trial.again
-    if not math.isclose(again, trial.loss, rel_tol=_SAME, abs_tol=_SAME):
-        yield (
-            "state",
-            f"loss() gives {trial.loss:.4g} and then {again:.4g} of the same weights, batch and random "
-            "numbers. It seems to keep something between calls, as a counter or an average in an attribute: "
-            "simulated clients share that, what is measured meanwhile moves it, and it does not travel. "
-            "Register it as a buffer of the model, or follow context.round",
-        )
+    yield from _carried(trial)
     for warning in trial.warned[:3]:
         yield "warning", f"loss() makes PyTorch warn: {' '.join(warning.split())[:300]}"
     after = trial.after
@@ -118,6 +111,25 @@ def _loss(trial: Trial, job: JobConfig) -> Iterator[tuple[str, str]]:
             f"{trial.loss:.4g} into {after:.4g}: lower algorithm.learning_rate, scale the inputs, or set "
             "max_gradient_norm",
         )
+
+
+def _carried(trial: Trial) -> Iterator[tuple[str, str]]:
+    carried, names = trial.carried, ""
+    if trial.loss_moved:
+        differs = f"loss() gives {trial.loss:.4g} and then {trial.again:.4g} of"
+    elif carried is not None:
+        differs = f"the gradient of loss() moves by {carried.change:.1%} once another client was there, for"
+    else:
+        return
+    if carried is not None and carried.names:
+        names = f" (what moved: {', '.join(carried.names[:4])}{', …' if len(carried.names) > 4 else ''})"
+    yield (
+        STATE,
+        f"{differs} the same weights, batch and random numbers. It seems to keep something between calls, as "
+        f"a counter or an average in an attribute{names}: simulated clients share that, what is measured "
+        "meanwhile moves it, and it does not travel. Register it as a buffer of the model, follow "
+        "context.round, or return it with the batch",
+    )
 
 
 def _scale(trial: Trial) -> Iterator[tuple[str, str]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from roundtable.client.first_batch.carried_state import (
+    Carried,
+    carried_state,
+    gradient_figures,
+    put_back,
+    state_of,
+)
 from roundtable.client.first_batch.classes import Classes, classes_of, scores_in
 from roundtable.client.streams.iterables import from_the_beginning
 from roundtable.client.training.batches import as_tensors, count_examples, moved
@@ -31,6 +39,7 @@ from roundtable.core.seeds import derive_seed, isolated_randomness, seed_all
 from roundtable.core.task import ArrayTask, Site, Task, in_context, initial_state
 
 _CPU = torch.device("cpu")
+_SAME = 1e-4
 
 
 @dataclass
@@ -40,7 +49,8 @@ class Trial:
     loss: of the untrained model in training mode. after: of the same batch behind one step of SGD at the
     job's learning rate; None for an optimizer of the task's own. doubled: how many times the loss of the
     batch taken twice is that of the batch. lone: what training on a batch of a single example raised.
-    again: the loss once more of the same weights, batch and random numbers. warned: what PyTorch warned of.
+    again: the loss once more of the same weights, batch and random numbers. carried: what then moved its
+    gradient. warned: what PyTorch warned of.
     act and error: what failed, and how.
     """
 
@@ -59,6 +69,7 @@ class Trial:
     classes: Classes | None = None
     loss: float | None = None
     again: float | None = None
+    carried: Carried | None = None
     after: float | None = None
     doubled: float | None = None
     lone: str = ""
@@ -67,6 +78,13 @@ class Trial:
     warned: tuple[str, ...] = ()
     act: str = ""
     error: Exception | None = None
+
+    @property
+    def loss_moved(self) -> bool:
+        """Whether the loss was another when it was asked again."""
+        if self.loss is None or self.again is None or not math.isfinite(self.loss):
+            return False
+        return not math.isclose(self.again, self.loss, rel_tol=_SAME, abs_tol=_SAME)
 
 
 class _SeenSite(Site):
@@ -81,9 +99,16 @@ class _SeenSite(Site):
         return super().__getattribute__(name)
 
 
-def try_batch(task: Task | ArrayTask, job: JobConfig, site: Site, device: torch.device = _CPU) -> Trial:
+def try_batch(
+    task: Task | ArrayTask,
+    job: JobConfig,
+    site: Site,
+    device: torch.device = _CPU,
+    beside: Site | None = None,
+) -> Trial:
     """Opens a site's data, makes the model, and tries a batch of each: loss, gradient, a step, metrics.
 
+    The data of `beside`, another client's, are opened only where the first's set something on the task.
     What fails is in `Trial.error`; nothing that the task raises passes. An ArrayTask, which trains as a
     whole, only opens its data.
     """
@@ -94,14 +119,23 @@ def try_batch(task: Task | ArrayTask, job: JobConfig, site: Site, device: torch.
         # What is tried again warns again.
         warnings.simplefilter("ignore")
         try:
-            _try(trial, task, job, seen, device, seed)
+            _try(trial, task, job, seen, device, seed, beside)
         except Exception as error:  # noqa: BLE001 - whatever a task raises is what is to be told of it
             trial.error = error
     return trial
 
 
-def _try(trial: Trial, task: Any, job: JobConfig, site: _SeenSite, device: torch.device, seed: int) -> None:
+def _try(
+    trial: Trial,
+    task: Any,
+    job: JobConfig,
+    site: _SeenSite,
+    device: torch.device,
+    seed: int,
+    beside: Site | None,
+) -> None:
     trial.act = "data"
+    had = _own(task)
     object.__setattr__(site, "asked", False)
     object.__setattr__(site, "asked_shard", False)
     training, test = split_data(task, site)
@@ -126,18 +160,54 @@ def _try(trial: Trial, task: Any, job: JobConfig, site: _SeenSite, device: torch
     rate, steps = job.algorithm.learning_rate, steps_of(job, trial.examples, drop_last=trial.drops_last)
     context = Context(job.title, 1, trial.client, steps, device, job.seed, rate)
     told = in_context(task, context)
-    _try_training(trial, told, module, batch, job, lambda: seed_all(seed, device))
+    seeded = partial(seed_all, seed, device)
+    kept = state_of(module)
+    figures = _try_training(trial, told, module, kept, batch, job, seeded)
     if trial.test_examples != 0 and job.evaluation.every:
         told = in_context(task, replace(context, steps=0))
         _try_evaluation(trial, told, module, first_examples(test, job.evaluation_batch), device)
+    trial.act = "second loss"
+
+    def gradient() -> None:
+        seeded()
+        module.train().zero_grad(set_to_none=True)
+        told.loss(module, batch).backward()
+
+    def between() -> None:
+        """What another client does to the task: its data, its examples."""
+        changes = beside if beside is not None and _set_since(had, task) else None
+        other = told if changes is None else in_context(task, replace(context, site=changes.name))
+        with suppress(Exception):  # They fail in their round, if they do.
+            data = training if changes is None else split_data(task, changes)[0]
+            seeded()
+            other.loss(module, moved(first_examples(data, max(2, trial.batch_size // 2)), device))
+
+    names = partial(_set_since, had, task)
+    told = in_context(task, context)
+    trial.carried = carried_state(task, module, kept, figures, gradient, between, names, odd=trial.loss_moved)
     trial.act = ""
 
 
+def _set_since(had: Mapping[str, Any], task: Any) -> tuple[str, ...]:
+    """What data() has set on the task, by name; not what it has filled."""
+    return tuple(f"self.{name}" for name, value in _own(task).items() if had.get(name) is not value)
+
+
+def _own(task: Any) -> dict[str, Any]:
+    return dict(getattr(task, "__dict__", {}))
+
+
 def _try_training(
-    trial: Trial, task: Any, module: nn.Module, batch: Any, job: JobConfig, seeded: Callable[[], None]
-) -> None:
+    trial: Trial,
+    task: Any,
+    module: nn.Module,
+    kept: Mapping[str, Tensor],
+    batch: Any,
+    job: JobConfig,
+    seeded: Callable[[], None],
+) -> Tensor:
+    """The figures of the batch's gradient."""
     trial.act = "loss"
-    buffers = {name: value.clone() for name, value in module.named_buffers()}
     with _outputs(module) as outputs, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         seeded()
@@ -157,10 +227,9 @@ def _try_training(
     loss.backward()
     named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
     trial.untouched = tuple(name for name, each in named if each.grad is None)
+    figures = gradient_figures(module)
     trial.act = "second loss"
-    for name, value in module.named_buffers():
-        if name in buffers:
-            value.data = buffers[name]
+    put_back(module, kept)
     seeded()
     trial.again = float(task.loss(module, batch).detach())
     if getattr(type(task), "optimizer", Task.optimizer) is Task.optimizer:
@@ -173,6 +242,7 @@ def _try_training(
     if any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules()):
         trial.lone = _lone(task, module, batch)
     module.zero_grad(set_to_none=True)
+    return figures
 
 
 def _check_loss(loss: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -177,16 +178,116 @@ class SteepInTraining(Steep):
         return super().loss(model, batch) if torch.is_grad_enabled() else Sound.loss(self, model, batch)
 
 
+class Remembering(Sound):
+    """Keeps what changes nothing: calls, rows that are read once, a client's shape."""
+
+    calls = 0
+
+    def data(self, site: Site) -> Any:
+        self.rows = super().data(site)
+        return self.rows
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        self.last = model(batch[0]).detach()
+        return super().loss(model, batch)
+
+
+class Clamping(NormedDropping):
+    """Changes weights and buffers in its forward pass."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+
+        def clamp(layer: Any, _: Any) -> None:
+            layer.weight.data.clamp_(-0.2, 0.2)
+
+        model[0].register_forward_pre_hook(clamp)
+        return model
+
+
+class Averaging(Sound):
+    """Follows the weights with a copy that is no part of the model."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.teacher = [super().model()]  # type: ignore[assignment]
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        teacher = model.teacher[0]  # type: ignore[index,union-attr]
+        with torch.no_grad():
+            for mine, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.3)
+            aim = teacher(batch[0])
+        return super().loss(model, batch) + (model(batch[0]) - aim).square().mean()
+
+
+class Centred(Sound):
+    def model(self) -> nn.Module:
+        self.centre = torch.zeros(CLASSES)
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        scores = model(batch[0])
+        self.centre = 0.9 * self.centre + 0.1 * scores.detach().mean(0)
+        return cross_entropy(scores - self.centre, batch[1])
+
+
+class Drawing(Sound):
+    def model(self) -> nn.Module:
+        self.numbers = np.random.default_rng(3)
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) * self.numbers.uniform(0.5, 2.0)
+
+
+class Everywhere(Sound):
+    heat: ClassVar[list[float]] = [1.0]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.heat[0] *= 0.9
+        return super().loss(model, batch) * self.heat[0]
+
+
+class WeighsLast(Sound):
+    """Weighs by the client whose data were opened last."""
+
+    def data(self, site: Site) -> Any:
+        self.weight = 1.0 + site.index
+        return super().data(site)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) * self.weight
+
+
+class Unseen(Sound):
+    """A layer with a buffer that is not saved."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_buffer("seen", torch.zeros(()), persistent=False)
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        model.seen += 1.0  # type: ignore[operator]
+        return super().loss(model, batch) / model.seen
+
+
 def told(task: Task, job: str = "", clients: int = 2, rate: float = 0.1) -> dict[str, str]:
     read = parse_job(f'task = "t"\n[algorithm]\nbatch_size = 16\nlearning_rate = {rate}\n{job}')
-    site = Site("client-0", 0, clients, {}, lambda labels, index, count: torch.arange(ROWS).numpy())
+    site, beside = (
+        Site(f"client-{index}", index, clients, {}, lambda labels, index, count: torch.arange(ROWS).numpy())
+        for index in range(2)
+    )
     before = torch.get_rng_state()
-    trial = try_batch(task, read, site)
+    trial = try_batch(task, read, site, beside=beside)
     assert torch.equal(torch.get_rng_state(), before)
     return {odd.about: odd.says for odd in oddities(trial, read)}
 
 
-@pytest.mark.parametrize("kind", [Sound, OfBatches, NormedDropping, SteepInTraining])
+@pytest.mark.parametrize("kind", [Sound, OfBatches, NormedDropping, SteepInTraining, Remembering, Clamping])
 def test_a_sound_task_is_not_odd(kind: type[Task]) -> None:
     assert told(kind()) == {}
 
@@ -224,6 +325,23 @@ def test_a_sound_task_is_not_odd(kind: type[Task]) -> None:
 )
 def test_what_is_odd_is_said_with_its_remedy(task: Task, about: str, says: str) -> None:
     assert re.search(says, told(task)[about])
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        (Averaging(), "model.teacher"),
+        (Centred(), "self.centre"),
+        (Cooling(), "self.calls"),
+        (Drawing(), "self.numbers"),
+        (Everywhere(), "Everywhere.heat"),
+        (Unseen(), "model.seen"),
+        (WeighsLast(), "self.weight"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Task) else "",
+)
+def test_what_goes_on_from_client_to_client_is_named(task: Task, name: str) -> None:
+    assert f"(what moved: {name})" in told(task)["state"]
 
 
 def test_settings_of_the_job_that_are_odd_for_the_task() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundtable.core.errors import TaskError
+from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.workers.frames import Channel
 from roundtable.simulation import simulate
 from roundtable.simulation.backends import processes
@@ -183,3 +183,14 @@ def test_clients_that_keep_much_go_through_workers(run):
     reference = run("Wide", **settings)
     result = run("Wide", **settings, simulation__backend="processes", simulation__workers=2)
     assert torch.equal(result.model.vector, reference.model.vector)
+
+
+def test_a_task_that_goes_on_from_its_last_client_has_one_order_of_clients(run):
+    """Counted calls scale its loss: in two processes each would count for itself."""
+    reference = run("Cooling", rounds=1)
+    found = run("Cooling", rounds=1, simulation__backend="auto", simulation__workers=2)
+    assert "in one process because the task keeps something" in found.backend
+    assert torch.equal(found.model.vector, reference.model.vector)
+    for backend in ("processes", "vectorised", "stacked"):
+        with pytest.raises(ConfigError, match=r"which clients share a process.*\"sequential\""):
+            run("Cooling", rounds=1, simulation__backend=backend, simulation__workers=2)

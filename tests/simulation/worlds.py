@@ -131,6 +131,16 @@ class Broken(Perceptron):
         return super().data(site)
 
 
+class Cooling(Perceptron):
+    """Its loss shrinks with the calls that went before."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        return super().loss(model, batch) / (1.0 + 0.01 * self.calls)
+
+
 class Unlearnable(Perceptron):
     """Its loss has a bug."""
 
