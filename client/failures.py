@@ -10,10 +10,12 @@ import torch
 
 from roundtable.client.device_faults import DeviceFault, device_fault
 from roundtable.core.errors import (
+    MODEL_MISMATCH,
     BudgetExceeded,
     ConfigError,
     EncodingError,
     InvalidUpdate,
+    ModelMismatch,
     NoExamples,
     PrivacyError,
     ProtocolError,
@@ -85,6 +87,8 @@ def _kind_of(error: Exception) -> str:
         return "refused"
     if isinstance(error, InvalidUpdate):
         return "invalid_update"
+    if isinstance(error, ModelMismatch):
+        return MODEL_MISMATCH
     if isinstance(error, (EncodingError, TransferError)):
         return "data_corruption"
     if isinstance(error, (ConfigError, ProtocolError)):

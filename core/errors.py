@@ -5,6 +5,7 @@
     ├── TaskError               a task that cannot be found, imported or run
     │   └── NoExamples          a silo without data for the step that it is asked for
     ├── LayoutError             tensors that do not fit the layout that was agreed
+    │   └── ModelMismatch       a silo whose task makes another model than the job's, or none
     ├── EncodingError           bytes that are not what their header says
     ├── InvalidUpdate           an update that must not enter an aggregate
     ├── AggregationError        a rule that cannot give a sound answer for this input
@@ -54,6 +55,10 @@ class NoExamples(TaskError):
 
 class LayoutError(RoundtableError):
     """Tensors that do not fit the layout that was agreed."""
+
+
+class ModelMismatch(LayoutError):
+    """A silo's task makes another model than the job's, or cannot make it: so it is in every attempt."""
 
 
 class EncodingError(RoundtableError):
@@ -135,6 +140,7 @@ class SiteFailure:
         )
 
 
+MODEL_MISMATCH = "model_mismatch"
 FAILURE_KINDS = (
     "node_failure",
     "network_partition",
@@ -144,6 +150,7 @@ FAILURE_KINDS = (
     "data_corruption",
     "state_lost",
     "invalid_update",
+    MODEL_MISMATCH,
     "slow_node",
     "busy",
     "refused",

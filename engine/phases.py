@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from roundtable.core.config import CENTRAL
+from roundtable.core.errors import MODEL_MISMATCH
 from roundtable.core.observability.released import IN_THE_LOG, Tells, is_told
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m
@@ -159,8 +160,9 @@ class Phases:
         """
         attempt, held = self._context.attempt(), self._population.held()
         pool = attempt.cohort if self._job.evaluation.clients == "cohort" else self._population.free()
-        # Whoever refuses to train in this attempt would say the same again.
-        refused = {name for name, failure in attempt.failures.items() if failure.kind == "refused"}
+        # Whoever refuses to train in this attempt, or has another model, would say the same again.
+        same = ("refused", MODEL_MISMATCH)
+        refused = {name for name, failure in attempt.failures.items() if failure.kind in same}
         there = (name for name in pool if self._population.is_free(name) and name not in refused)
         # Of a secret cohort nobody is asked who would not be otherwise.
         known = sorted(attempt.updates) if is_told(self._job.privacy, Tells.COHORT) else ()
@@ -260,7 +262,12 @@ class Phases:
         self._context.note(
             "attempt_failed", f"round {attempt.round}, attempt {attempt.number} failed: {reason}"
         )
-        if attempt.number > self._job.cohort.retries and self._job.cohort.on_failure == "skip":
+        apart = {name for name, failure in attempt.failures.items() if failure.kind == MODEL_MISMATCH}
+        others = len(self._population.known()) - len(apart.union(self._population.held()))
+        if apart and others < attempt.minimum:
+            message = f"round {attempt.round} is not tried again before a silo has the job's model: {told}"
+            self.stop("paused", message, now)
+        elif attempt.number > self._job.cohort.retries and self._job.cohort.on_failure == "skip":
             self._close(record_without_model(attempt, self._state.model, self._state.optimizer, reason, now))
         elif attempt.number > self._job.cohort.retries:
             message = f"round {attempt.round} failed {attempt.number} times; the last reason: {told}"

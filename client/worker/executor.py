@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,10 @@ from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.encodings.feedback import without_memory
-from roundtable.core.errors import EncodingError, LayoutError, ResourceError, TaskError
+from roundtable.core.errors import EncodingError, ModelMismatch, ResourceError, TaskError
 from roundtable.core.failpoints import failpoint
-from roundtable.core.foundation.huggingface_task import HuggingFaceTask
+from roundtable.core.foundation.huggingface_task import PINNED, HuggingFaceTask
+from roundtable.core.foundation.model_difference import model_difference
 from roundtable.core.initial_model import job_layout, whole_model
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
@@ -51,11 +51,6 @@ from roundtable.core.privacy_table import masking_of
 from roundtable.core.task import AnyTask, Site, initial_state, load_task
 
 log = logging.getLogger("roundtable.worker")
-
-_WEIGHTS = (
-    ", and the same pretrained weights: what is frozen does not travel ([model] travel), and has to be the "
-    "same at every silo"
-)
 
 
 @dataclass(frozen=True)
@@ -276,25 +271,38 @@ class Executor:
             self._warm = None
             config = job_from_json(order.config)
             task = load_task(order.task, Path(self.settings.folder), parameters=config.task.parameters)
-            model = initial_state(task, config.seed)
+            model = _made(task, config.seed)
             algorithm = make_algorithm(config.algorithm)
             layout = job_layout(config, algorithm, model)
             out = torch.empty(layout.sent.size)
             warm = self._warm = _WarmJob(order.job, config, task, algorithm, model, layout, out)
         start = open_model(Path(order.model), warm.layout)
         if not warm.layout.fingerprint == start.layout.fingerprint == order.layout:
-            raise LayoutError(_difference(warm.layout, start.layout))
+            self._warm = None  # It may be mended before the next order.
+            raise ModelMismatch(model_difference(warm.layout, start.layout, warm.task))
         return warm, start
 
     def _data_of(self, reference: str, warm: _WarmJob) -> tuple[Any, Any]:
         standardise = warm.config.standardise
         stated = None if standardise is None else standardise.model_dump_json()
-        key = reference, json.dumps([warm.config.task.parameters, stated], sort_keys=True)
+        # Rows of tokens are of the tokenizer that was there: another one may lie in its place by now.
+        pins = [spec.name for spec in warm.layout.tensors if spec.name.startswith(f"{PINNED}.")]
+        key = reference, json.dumps([warm.config.task.parameters, stated, pins], sort_keys=True)
         if key not in self._data:
             options = self.settings.data_of.get(reference, self.settings.data)
             site = Site(self.settings.client, options=options, standardise=standardise)
             self._data = {key: split_data(warm.task, site)}
         return self._data[key]
+
+
+def _made(task: AnyTask, seed: int) -> nn.Module | dict[str, Tensor]:
+    """The task's model. ModelMismatch for a base that is not here, or cannot be used."""
+    try:
+        return initial_state(task, seed)
+    except TaskError as error:
+        if not isinstance(task, HuggingFaceTask):
+            raise
+        raise ModelMismatch(str(error)) from error
 
 
 def part_of_batch(job: JobConfig, halvings: int, *, evaluation: bool = False) -> int:
@@ -325,25 +333,3 @@ def choose_device(name: str) -> torch.device:
 def list_devices() -> list[str]:
     """Lists the devices of this machine, without initialising them."""
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())] + [f"cpu:{os.cpu_count()}"]
-
-
-def _difference(own: Layout, theirs: Layout) -> str:
-    """Describes the first difference between the silo's model and the job's."""
-    mine = {spec.name: spec for spec in own.tensors}
-    job = {spec.name: spec for spec in theirs.tensors}
-    for name in [*job, *mine]:
-        if mine.get(name) != job.get(name):
-            return (
-                f"the model of the silo's task is not the job's: {name!r} is {_shape(mine, name)} here and "
-                f"{_shape(job, name)} in the job; install the version of the task that the job was made with"
-                f"{_WEIGHTS if job.get(name) and job[name].digest else ''}"
-            )
-    return "the job announces another layout than its model has"
-
-
-def _shape(specs: Mapping[str, Any], name: str) -> str:
-    spec = specs.get(name)
-    if spec is None:
-        return "absent"
-    values = f" with values of digest {spec.digest[:12]}" if spec.digest else ""
-    return f"{spec.dtype} {list(spec.shape)} ({spec.rule}{values})"

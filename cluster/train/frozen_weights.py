@@ -15,7 +15,8 @@ from roundtable.client.training.module_state import bit_sum, frozen_changed
 from roundtable.cluster.parallel.meshes import broadcast_text, gather_text
 from roundtable.cluster.parallel.shards import Places, local_of
 from roundtable.cluster.train.local_state import OwnTensors
-from roundtable.core.errors import LayoutError, RoundtableError
+from roundtable.core.errors import ModelMismatch, RoundtableError
+from roundtable.core.foundation.model_difference import pins_difference
 from roundtable.core.layout import Layout
 from roundtable.core.task import Task, initial_state
 from roundtable.core.tensor_spec import DTYPES
@@ -35,8 +36,8 @@ def frozen_weights(
     has not are `frozen_beside_pretrained()` of a task that tells them, or of the model that the first rank
     makes, which the others read from a file in `folder`.
 
-    Each frozen one is checked, one at a time. Raises LayoutError, on every rank, where one is not the job's.
-    Collective.
+    Each frozen one is checked, one at a time. Raises ModelMismatch, on every rank, where one is not the
+    job's. Collective.
     """
     if not layout.frozen:
         return pretrained
@@ -54,7 +55,7 @@ def frozen_weights(
         except (RoundtableError, OSError) as error:
             trouble = str(error)
     if trouble := broadcast_text(trouble, group):
-        raise LayoutError(trouble)
+        raise ModelMismatch(trouble)
     found = {name: pretrained[known] for name, known in held.items() if name != known}
     made = OwnTensors(file) if len(held) < len(layout.frozen) else {}
     # A ChainMap reads its maps in order; the type asks for mutable ones, but nothing writes.
@@ -64,6 +65,8 @@ def frozen_weights(
 def _write_made(task: Task, seed: int, layout: Layout, held: set[str], file: Path) -> None:
     wanted = {spec.name for spec in layout.frozen} - held
     beside: Mapping[str, Tensor] = getattr(task, "frozen_beside_pretrained", dict)()
+    if told := pins_difference(beside, wanted, task):
+        raise ModelMismatch(told)
     if wanted <= beside.keys():
         state = beside
     else:

@@ -210,7 +210,9 @@ class BaseModel:
         told = self.config.to_dict()
         version = str(library("transformers").__version__).partition(".")[0]
         pinned = {
-            "tokenizer": _digest([_without(tokens, _OF_CALLS), special, tokenizer.chat_template, made]),
+            "tokenizer": _digest([_without(tokens, _OF_CALLS), made]),
+            "special_tokens": _digest(special),
+            "chat_template": _digest(tokenizer.chat_template),
             "model_config": _digest(_without(told, _NOT_OF_THE_MODEL)),
             "transformers": version,
         }

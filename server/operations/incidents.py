@@ -63,6 +63,12 @@ _OF_SILOS: dict[str, tuple[Severity, str, str]] = {
         "the silo's task or data are not sound: see the reason",
         "excluded the update",
     ),
+    "model_mismatch": (
+        "error",
+        "make alike at the silo what the reason names (a base, its tokenizer, the version of the task), then "
+        "resume the job if it was paused",
+        "the round goes on without this silo; where no quorum is left, the job is paused at once",
+    ),
     "slow_node": (
         "warning",
         "give the silo more time (cohort.deadline) or less work, or select by reliability",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from tiny_bases import POSITIONS, sentences, write_base
 
 from roundtable.cli.main import run
 from roundtable.client.policy.policy_table import PolicyTable
-from roundtable.core import JobConfig, Site, initial_state, load_task
+from roundtable.core import JobConfig, Site, initial_state, load_task, open_model, save_model
 from roundtable.core.algorithms.contract import ClientRound
 from roundtable.core.algorithms.factors.factor_pairs import factor_pairs
 from roundtable.core.algorithms.known_algorithms import make_algorithm
@@ -89,8 +90,11 @@ PREFIX = """
 
 
 @asynccontextmanager
-async def two_silos(folder: Path, more: str = "") -> AsyncIterator[tuple[str, Path]]:
-    """A coordinator with the clients of the simulation as silos; `more` follows in the task's class."""
+async def two_silos(
+    folder: Path, more: str = "", apart: Path | None = None
+) -> AsyncIterator[tuple[str, Path]]:
+    """A coordinator with the clients of the simulation as silos; `more` follows in the task's class. `apart`
+    is the folder of the second one's task."""
     async with federation_of(folder, TASK.format(length=POSITIONS) + more) as (address, _):
         configs = []
         for number in range(2):
@@ -99,6 +103,8 @@ async def two_silos(folder: Path, more: str = "") -> AsyncIterator[tuple[str, Pa
             config = silo((address, folder), "alder")
             mine = {"credentials": folder / name, "state": folder / "state" / name}
             policy = PolicyTable(bases=["."] if number else [str(folder)], generations=2 * number)
+            if number and apart is not None:
+                mine |= {"folder": apart}
             configs.append(replace(config, **mine, data={"seed": number}, policy=policy))
         async with agents(*configs):
             yield address, folder
@@ -151,6 +157,51 @@ async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path, own: 
     assert "silo 1, silo 2 |" in (folder / "simulated" / "README.md").read_text()
     perplexities = [record["token_perplexity"] for record in result.history]
     assert perplexities[-1] < perplexities[0] < 259  # Of chance.
+
+
+@pytest.mark.slow
+async def test_a_silo_with_another_tokenizer_is_named_at_once_and_the_job_goes_on_once_it_is_mended(
+    folder: Path,
+) -> None:
+    """Attempt 1 ends as soon as it says so, the next one after `job resume`, in the silo's same process."""
+    job = JobConfig.model_validate({**TABLE, "cohort": {"size": 2, "minimum": 2}})
+    result = simulated(folder, cohort={"size": 2, "minimum": 2})
+    task = load_task("toy.py", folder)
+    model = initial_model(job, task)
+    apart = folder / "apart"
+    shutil.copytree(folder / "base", apart / "base")
+    for name in ("toy.py", "texts.txt"):
+        shutil.copy(folder / name, apart / name)
+    config = apart / "base" / "tokenizer.json"
+    right, wrong = config.read_text(), re.sub('("add_prefix_space": )false', r"\1true", config.read_text())
+    assert wrong != right
+    config.write_text(wrong)
+
+    def until(operator: OperatorClient, job: str, status: str) -> Any:
+        for _ in operator.watch(job):
+            if operator.job(job).job.status == status:
+                break
+        return operator.job(job)
+
+    async with two_silos(folder, apart=apart) as (address, _):
+        save_model(folder / "initial.safetensors", model)
+        with OperatorClient(address, folder / "operator") as operator:
+            submitted = await asyncio.to_thread(operator.submit, job, folder / "initial.safetensors")
+            paused = await asyncio.to_thread(until, operator, submitted.id, "paused")
+            assert not paused.history
+            assert re.search(
+                r"round 1 is not tried again before a silo has the job's model: 0 of at least 2 updates "
+                r"\(client-1: the base 'base' here is not .*: the digest of its tokenizer is \w{12} "
+                r"here and \w{12} in the job; take tokenizer\.json, ",
+                paused.job.reason,
+            )
+            config.write_text(right)
+            await asyncio.to_thread(operator.resume, submitted.id)
+            done = await asyncio.to_thread(until, operator, submitted.id, "finished")
+            assert [json.loads(record)["attempt"] for record in done.history] == [2, 1]
+            path = folder / "final.safetensors"
+            await asyncio.to_thread(operator.get_artifact, done.job.model.digest, done.job.model.size, path)
+    assert torch.equal(open_model(path).vector, result.model.vector)
 
 
 @pytest.mark.slow

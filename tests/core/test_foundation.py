@@ -15,12 +15,12 @@ import safetensors.torch
 import torch
 from tiny_bases import POSITIONS, TEMPLATE, byte_tokenizer, sentences, write_base
 
-from roundtable.client.worker.executor import _difference
 from roundtable.core import Layout, Site, initial_state
 from roundtable.core.errors import ConfigError, LayoutError, TaskError
 from roundtable.core.foundation import base_model, four_bits
 from roundtable.core.foundation.base_model import BASES, find_base
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask, plain_name
+from roundtable.core.foundation.model_difference import model_difference, pins_difference
 from roundtable.core.foundation.text_files import Text, read_texts
 from roundtable.core.foundation.token_rows import IGNORED, packed, tokens_of
 from roundtable.core.layout import LayoutRules
@@ -92,20 +92,28 @@ def test_a_base_that_differs_is_named_before_training(llama: Path, gpt2: Path, t
     layout = Layout.of(initial_state(task_of(llama), 1))
 
     def refused(base: Path, **settings: Any) -> str:
-        state = initial_state(task_of(base, **settings), 1).state_dict()  # type: ignore[union-attr]
-        try:
-            layout.check(state)
-            layout.check_frozen(state)
-        except LayoutError as error:
-            return str(error)
-        return "taken"
+        task = task_of(base, **settings)
+        mine = Layout.of(initial_state(task, 1))
+        told = model_difference(mine, layout, task)
+        names = [[spec.name for spec in each.tensors] for each in (mine, layout)]
+        pinned = pins_difference(*names, task)
+        assert (pinned == told) == ("frozen weights" not in told)
+        assert f"the base {str(base)!r} here is not the one that the job was submitted with: " in told
+        return told.partition("submitted with: ")[2]
 
     weights = copy_of(llama, tmp_path / "weights")
     state = safetensors.torch.load_file(weights / "model.safetensors")
     state["model.norm.weight"][0] += 1e-6
     safetensors.torch.save_file(state, weights / "model.safetensors", {"format": "pt"})
-    assert "model.norm.weight" in refused(weights)
-    assert "pinned.model_config" in refused(copy_of(llama, tmp_path / "config", rms_norm_eps=1e-4))
+    assert re.match(
+        r"1 of 21 frozen weights have other values, such as 'base_model.model.model.norm.weight' of digest "
+        r"\w{12} here and \w{12} in the job; take the revision of the base",
+        refused(weights),
+    )
+    assert re.match(
+        r"the digest of its model config is \w{12} here and \w{12} in the job; take config\.json of",
+        refused(copy_of(llama, tmp_path / "config", rms_norm_eps=1e-4)),
+    )
     tokens = copy_of(llama, tmp_path / "tokens")
     text = (tokens / "tokenizer.json").read_text()
     (tokens / "tokenizer.json").write_text(
@@ -113,8 +121,15 @@ def test_a_base_that_differs_is_named_before_training(llama: Path, gpt2: Path, t
             '"add_prefix_space": false', '"add_prefix_space": true'
         )
     )
-    assert "pinned.tokenizer" in refused(tokens)
-    assert "pinned.tokenizer" in refused(llama, template=TEMPLATE + " ")
+    assert re.match(
+        r"the digest of its tokenizer is \w{12} here .*; take tokenizer\.json, [^;]*$", refused(tokens)
+    )
+    assert re.match(
+        r"the digest of its chat template is [^;]*; take [^;]*$", refused(llama, template=TEMPLATE + " ")
+    )
+    both = refused(tokens, template=TEMPLATE + " ")
+    assert "its tokenizer is" in both
+    assert "its chat template is" in both
 
 
 def test_calls_that_pad_do_not_make_a_tokenizer_another_one(llama: Path, tmp_path: Path) -> None:
@@ -369,11 +384,12 @@ def test_another_major_version_of_transformers_or_special_token_is_another_model
     import transformers
 
     job = Layout.of(initial_state(task_of(llama), 1))
+    installed = transformers.__version__.partition(".")[0]
     other = copy_of(llama, tmp_path / "other")
     said = json.loads((other / "tokenizer_config.json").read_text())
     (other / "tokenizer_config.json").write_text(json.dumps({**said, "eos_token": "<s>"}))
     mine = Layout.of(initial_state(task_of(other), 1))
-    assert re.search(r"'pinned\.tokenizer_\w{32}' is absent here", _difference(mine, job))
+    assert "the digest of its special tokens is" in model_difference(mine, job, task_of(other))
     # What is frozen may travel by the job's [model] table: then it has no digest, and the names still differ.
     for rules in (
         LayoutRules(travel="all"),
@@ -381,11 +397,12 @@ def test_another_major_version_of_transformers_or_special_token_is_another_model
         LayoutRules(drop=("pinned.*",)),
     ):
         both = [Layout.of(initial_state(task_of(base), 1), rules) for base in (other, llama)]
-        assert "pinned.tokenizer" in _difference(*both)
+        assert "the digest of its special tokens is" in model_difference(*both, task_of(other))
     monkeypatch.setattr(transformers, "__version__", "4.57.6")
     mine = Layout.of(initial_state(task_of(llama), 1))
     assert mine.fingerprint != job.fingerprint
-    assert re.search(r"'pinned\.transformers_\d+' is absent here", _difference(mine, job))
+    said = f"transformers is of version 4 here and {installed} in the job; install that"
+    assert said in model_difference(mine, job, task_of(llama))
 
 
 def test_four_bits_are_refused_where_they_cannot_be(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_settings_beside_one_tokenizer_file_make_another_tokenizer(tmp_path: Pat
     path.write_text(json.dumps({**told, "split_special_tokens": True}))
     changed = find_base(str(base))
     assert changed.tokenizer("</s>")["input_ids"] != [1]
-    assert [name.partition("_")[0] for name in changed.pins().keys() - pinned] == ["tokenizer"]
+    assert [name.rpartition("_")[0] for name in changed.pins().keys() - pinned] == ["tokenizer"]
 
 
 @pytest.mark.parametrize(

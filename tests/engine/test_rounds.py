@@ -95,6 +95,35 @@ def test_without_a_quorum_the_round_is_tried_again_and_at_last_paused() -> None:
     assert [record.attempt for record in driver.records] == [3]
 
 
+def test_a_silo_with_another_model_ends_the_waiting_where_no_quorum_is_left() -> None:
+    """Others would train in attempt after attempt for nothing; once it is mended the job goes on."""
+    text = THREE.replace("deadline = 60", "minimum = 3\ndeadline = 60")
+    driver = started(text)
+    driver.fail("b", "model_mismatch", "the digest of its tokenizer is 1 here and 2 in the job")
+    assert driver.statuses[-1].status == "paused"
+    assert "b: the digest of its tokenizer is 1 here and 2 in the job" in driver.statuses[-1].reason
+    assert {w.client for w in driver.withdrawn} == {"a", "c"}
+    driver.send(m.Resume())
+    for client in "abc":
+        driver.update(client)
+    assert [record.attempt for record in driver.records] == [2]
+    spare = started(text, clients="abcd")
+    first, *_ = asked = spare.cohort()
+    (other,) = set("abcd") - set(asked)
+    spare.fail(first, "model_mismatch")
+    assert spare.instructions[-1].client == other, "somebody else can be asked"
+    spare.fail(other, "model_mismatch")
+    assert spare.statuses[-1].status == "paused"
+
+
+def test_a_silo_with_another_model_is_not_asked_how_good_it_is() -> None:
+    driver = started('[cohort]\nsize = 3\ndeadline = 60\n[evaluation]\nclients = "all"\n')
+    driver.fail("c", "model_mismatch")
+    driver.update("a")
+    driver.update("b")
+    assert [i.client for i in driver.instructions if i.step.phase == "evaluate"] == ["a", "b"]
+
+
 def test_an_attempt_that_cannot_reach_its_quorum_fails_at_once() -> None:
     driver = started()
     driver.fail("a")
