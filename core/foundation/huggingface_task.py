@@ -60,7 +60,8 @@ class HuggingFaceTask(Task):
     the answers alone of chats and of prompts are learnt; `template` is a chat template in the place of the
     tokenizer's. `test_share` of the texts, the last ones, are kept for evaluation where no other are given.
     `objective` is "sft", the next token, or "dpo", preferences between two answers, whose `beta` holds the
-    model to the base. Without `packing` a row holds one text.
+    model to the base. Without `packing` a row holds one text. `betas` and `weight_decay` are AdamW's
+    (Loshchilov and Hutter 2019, algorithm 2).
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class HuggingFaceTask(Task):
         beta: float = 0.1,
         virtual_tokens: int = 20,
         packing: bool = True,
+        betas: Sequence[float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
     ) -> None:
         for name, value, known in (
             ("method", method, Method),
@@ -127,6 +130,12 @@ class HuggingFaceTask(Task):
                 "task: length must be at least 2, rank at least 1, alpha above 0, test_share and dropout "
                 f"from 0 to below 1; they are {length}, {rank}, {alpha}, {test_share} and {dropout}"
             )
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or not weight_decay >= 0:
+            raise ConfigError(
+                f"task: betas = {list(betas)}, weight_decay = {weight_decay}: of AdamW two betas from 0 to "
+                "below 1, and a decay of at least 0",
+                key=("task", "betas"),
+            )
         if method == "full" and precision != "float32":
             raise ConfigError(
                 f'task: method = "full" trains the base itself, and in {precision} small steps of its '
@@ -157,6 +166,8 @@ class HuggingFaceTask(Task):
         self.beta = beta
         self.virtual_tokens = virtual_tokens
         self.packing = packing
+        self.betas = betas
+        self.weight_decay = weight_decay
 
     @property
     def positions(self) -> int:
@@ -347,8 +358,11 @@ class HuggingFaceTask(Task):
     def optimizer(  # type: ignore[override]
         self, parameters: Iterable[nn.Parameter], context: Context
     ) -> torch.optim.Optimizer:
-        """AdamW without decay, at the job's learning rate."""
-        return torch.optim.AdamW(parameters, lr=context.learning_rate, weight_decay=0.0)
+        """AdamW at the job's learning rate."""
+        first, second = self.betas
+        return torch.optim.AdamW(
+            parameters, lr=context.learning_rate, betas=(first, second), weight_decay=self.weight_decay
+        )
 
     def _token_losses(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Of each token that is learnt: its loss in float32, and whether it was the likeliest."""

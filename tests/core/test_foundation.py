@@ -16,6 +16,7 @@ import torch
 from tiny_bases import POSITIONS, TEMPLATE, byte_tokenizer, sentences, write_base
 
 from roundtable.core import Layout, Site, initial_state
+from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import ConfigError, LayoutError, TaskError
 from roundtable.core.foundation import base_model, four_bits
 from roundtable.core.foundation.base_model import BASES, find_base
@@ -403,6 +404,19 @@ def test_another_major_version_of_transformers_or_special_token_is_another_model
     assert mine.fingerprint != job.fingerprint
     said = f"transformers is of version 4 here and {installed} in the job; install that"
     assert said in model_difference(mine, job, task_of(llama))
+
+
+def test_the_jobs_betas_and_decay_are_adamws(llama: Path) -> None:
+    context, parameters = Context("j", 1, "a", learning_rate=0.5), [torch.nn.Parameter(torch.ones(2))]
+    for settings in ({}, {"betas": [0.8, 0.95], "weight_decay": 0.1}):
+        task = task_of(llama, **settings)
+        (group,) = task.optimizer(parameters, context).param_groups
+        assert group["lr"] == 0.5
+        assert group["betas"] == tuple(settings.get("betas", (0.9, 0.999)))  # type: ignore[arg-type]
+        assert group["weight_decay"] == settings.get("weight_decay", 0.0)
+    for settings in ({"betas": [0.9, 1.0]}, {"betas": [0.9]}, {"weight_decay": -0.1}):
+        with pytest.raises(ConfigError, match="of AdamW two betas from 0 to below 1"):
+            task_of(llama, **settings)
 
 
 def test_four_bits_are_refused_where_they_cannot_be(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
