@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ConfigError, ModelMismatch, RoundtableError, TaskError
-from roundtable.core.foundation.model_difference import pins_difference
+from roundtable.core.errors import ConfigError, RoundtableError, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model
 from roundtable.core.plugins.doors import described
@@ -93,8 +92,6 @@ def whole_model(job: JobConfig, task: AnyTask, model: Model) -> Model:
         return model
     made = initial_state(task, job.seed)
     state: Mapping[str, Tensor] = made.state_dict() if isinstance(made, nn.Module) else made
-    if told := pins_difference(state, (spec.name for spec in model.layout.tensors), task):
-        raise ModelMismatch(told)
     model.layout.model.check(state)
     model.layout.check_frozen(state)
     frozen = {spec.name: state[spec.name].detach() for spec in model.layout.frozen}

@@ -19,11 +19,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ConfigError, EncodingError, TaskError
+from roundtable.core.errors import ConfigError, EncodingError, ModelMismatch, TaskError
 from roundtable.core.foundation.base_model import find_base, library
 from roundtable.core.foundation.checkpoint_files import name_digests
 from roundtable.core.foundation.huggingface_task import PINNED, HuggingFaceTask, adapted, plain_name
 from roundtable.core.foundation.logits_program import check_onnx, write_program
+from roundtable.core.foundation.model_difference import pins_difference
 from roundtable.core.foundation.prefix import PROMPT
 from roundtable.core.initial_model import whole_model
 from roundtable.core.layout import Layout
@@ -92,6 +93,9 @@ def publish(
     not finite.
     """
     check_publishable(task, folder, kind)
+    pinned = (spec.name for spec in model.layout.tensors)
+    if differs := pins_difference(task.frozen_beside_pretrained(), pinned, task):
+        raise ModelMismatch(differs)
     whole = whole_model(job, task, model)
     state = whole.state_dict()
     for name, value in state.items():

@@ -14,8 +14,7 @@ from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.worker_order import Order
 from roundtable.core import JobConfig, load_task, save_model
 from roundtable.core.errors import ModelMismatch
-from roundtable.core.foundation.huggingface_task import HuggingFaceTask
-from roundtable.core.initial_model import initial_model, whole_model
+from roundtable.core.initial_model import initial_model
 
 
 def order_of(folder: Path, job: JobConfig, name: str) -> Order:
@@ -53,12 +52,3 @@ def test_another_tokenizer_in_its_place_is_told_and_read_anew(tmp_path: Path) ->
     (base / "model.safetensors").rename(base / "gone.safetensors")
     with pytest.raises(ModelMismatch, match="cannot be loaded"):
         executor.evaluate(replace(first, job="third"))
-
-
-def test_an_export_with_another_tokenizer_is_told_so(tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base")
-    job = JobConfig.model_validate({"task": {"name": "roundtable:HuggingFaceTask"}})
-    model = initial_model(job, HuggingFaceTask(str(base), 32))
-    other = HuggingFaceTask(str(base), 32, template="{{ messages }}")
-    with pytest.raises(ModelMismatch, match="the digest of its chat template is"):
-        whole_model(job, other, model)

@@ -15,12 +15,12 @@ import torch
 from tiny_bases import POSITIONS, write_base
 
 from roundtable.core import JobConfig, initial_state
-from roundtable.core.errors import ConfigError, EncodingError, LayoutError, TaskError
+from roundtable.core.errors import ConfigError, EncodingError, LayoutError, ModelMismatch, TaskError
 from roundtable.core.foundation.checkpoint_files import CheckpointTensors
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask
 from roundtable.core.foundation.logits_program import write_program
 from roundtable.core.foundation.published import Story, load_adapter, publish
-from roundtable.core.initial_model import initial_model
+from roundtable.core.initial_model import initial_model, whole_model
 from roundtable.core.models import Model
 
 STORY = Story("notes", 3, ("silo 1", "silo 2"), '{"statement": {}}', "coordinator")
@@ -57,6 +57,19 @@ def expected_of(job: JobConfig, task: HuggingFaceTask, model: Model) -> torch.Te
     own: Any = initial_state(task, job.seed)
     model.layout.load(own, model.vector)
     return logits_of(own)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["of a simulation", "of a coordinator"])
+def test_a_model_is_not_published_with_another_tokenizer_or_template(
+    bases: Path, tmp_path: Path, frozen: bool
+) -> None:
+    """Also where the model holds all its weights: the tokenizer beside it would be of this machine."""
+    job, task, model = trained(bases / "llama")
+    model = whole_model(job, task, model) if frozen else model
+    other = HuggingFaceTask(**{**job.task.parameters, "template": "{{ messages }}"})
+    with pytest.raises(ModelMismatch, match="the digest of its chat template is"):
+        publish(job, other, model, tmp_path / "adapter", "peft", STORY)
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_a_whole_model_is_written_as_shards_with_their_digests(bases: Path, tmp_path: Path) -> None:
