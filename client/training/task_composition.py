@@ -41,7 +41,8 @@ def check_task_with(algorithm: ClientAlgorithm, task: AnyTask, layout: Layout) -
     if own and not algorithm.composition.own_optimizers:
         raise ConfigError(
             f"{said} counts on steps of SGD as [algorithm] describes them, and {kind} brings an optimizer of "
-            "its own: leave out its optimizer()"
+            "its own: leave out its optimizer(), or, of a class that is not yours, set `optimizer = "
+            "rt.Task.optimizer` in one over it"
         )
     if own:
         _check_own_optimizer(algorithm.table, task)

@@ -272,6 +272,18 @@ def test_other_backends_give_the_same_model(folder: Path, backend: str) -> None:
         assert other.history[0]["train_merge_error"] == pytest.approx(error, rel=1e-3)
 
 
+def test_adapters_of_a_silos_own_are_trained_by_steps_of_sgd(folder: Path) -> None:
+    ditto = {"algorithm": {"name": "ditto", "pull": 0.1, "learning_rate": 0.5, "batch_size": 2}, "rounds": 1}
+    with pytest.raises(ConfigError, match=r"set `optimizer = rt\.Task\.optimizer` in one over it"):
+        simulated(folder, **ditto)
+    own = "\n    optimizer = rt.Task.optimizer\n"
+    (folder / "own.py").write_text(TASK.format(length=POSITIONS) + own)
+    result = simulate(JobConfig.model_validate({**TABLE, **ditto, "task": "own.py:Toy"}), folder=folder)
+    start = initial_model(JobConfig.model_validate(TABLE), load_task("toy.py", folder))
+    assert result.model.vector.isfinite().all()
+    assert not torch.equal(result.model.vector, start.vector)
+
+
 def test_example_level_privacy_trains_adapters(folder: Path) -> None:
     privacy = {"level": "example", "epsilon": 8, "delta": 1e-3, "clip_norm": 1.0, "batch_size": 4}
     tables = {"aggregation": {"weighting": "uniform"}, "evaluation": {"every": 0}, "rounds": 1}
