@@ -178,8 +178,13 @@ def made(task: Base, monkeypatch: pytest.MonkeyPatch, often: int = 1) -> SharedE
     return SharedEvaluation(place, Clients(place))
 
 
-@pytest.mark.parametrize("size", [None, 5], ids=["one batch", "batches"])
-@pytest.mark.parametrize("task", [*REPLAYED, *ASKED])
+@pytest.mark.parametrize(
+    ("task", "size"),
+    [
+        *((task, None) for task in (*REPLAYED, *ASKED)),
+        *((task, 5) for task in (*REPLAYED, Numpy, Keeps, Draws)),
+    ],
+)
 def test_figures_are_the_tasks_to_the_bit(
     task: type[Base], size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +198,7 @@ def test_figures_are_the_tasks_to_the_bit(
                 job.model_copy(update={"evaluation": table}), backend.world.task, backend.world.initial
             )
             assert place.job.evaluation_batch == size
-        rounds = [measured(backend, number, 0.25 * number) for number in range(3)]
+        rounds = [measured(backend, number, 0.25 * number) for number in range(2)]
         Right.calls = 0
         rounds.append(measured(backend, 3, 1.0))
         calls.append(Right.calls)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("policy", ["exclude", "clip"])
-@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+@pytest.mark.parametrize(("policy", "weighting"), [("exclude", "examples"), ("clip", "uniform")])
 def test_longer_than_the_usual_are_left_out_or_clipped(run: Any, policy: str, weighting: str) -> None:
     checks = {"norm_ratio": 1.0, "policy": policy}
     settings = {"rounds": 2, "aggregation__weighting": weighting, "aggregation__validation": checks}
