@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -160,9 +161,9 @@ async def test_silos_whose_certificate_ends_soon_are_counted(
         return issue(certificates / "ca", name, "agent", tmp_path / name, days=days, start=start)
 
     folders = [certificates / "alder", ending("year", 365, 352), ending("week", 7, 5), ending("last", 7, 6.5)]
-    async with running(settings(metrics="127.0.0.1:0")) as coordinator:
+    async with running(settings(metrics="127.0.0.1:0")) as coordinator, AsyncExitStack() as connected:
         for folder, count in zip(folders, (0, 1, 1, 2), strict=True):
-            await ScriptedAgent(coordinator.port, folder).connect()
+            await connected.enter_async_context(ScriptedAgent(coordinator.port, folder))
             found = await figures(coordinator.metrics_port)
             assert value(found, "roundtable_silos_certificate_ending") == count, folder
 
