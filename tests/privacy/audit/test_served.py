@@ -127,7 +127,7 @@ async def test_a_cohort_that_is_always_the_same_is_no_sample(
         own, told = await served.own()
         drawn = await served.faint(24)
         monkeypatch.setitem(selection.STRATEGIES, "poisson", lambda names, *rest: list(names[:2]))
-        always = await served.faint(24)
+        always = await served.faint(32)
     honest = report(served.canary, drawn, own, CONFIDENCE, told)
     fixed = report(served.canary, always, own, CONFIDENCE, told)
     assert not honest.refuted
