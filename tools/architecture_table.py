@@ -1,4 +1,4 @@
-"""Trains every architecture of the tests under every strategy, and writes the table of docs/silo-cluster.md.
+"""Trains every architecture of the tests under every strategy: the table of docs/cluster-evidence.md.
 
     python tools/architecture_table.py run      # minutes to an hour; goes on where it was stopped
     python tools/architecture_table.py write    # the page's table, from what was run
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/silo-cluster.md"
+PAGE = ROOT / "docs/cluster-evidence.md"
 RESULTS = ROOT / "build/architectures.jsonl"
 BEGIN, END = "<!-- table: tools/architecture_table.py -->", "<!-- end of table -->"
 _LIBRARIES = ("torch", "torchvision", "transformers")

@@ -97,8 +97,8 @@ def planned(architecture: str, probe: ModelProbe, name: str) -> PlannedCell | st
 
 
 def table_of_page() -> dict[tuple[str, str], str]:
-    """What docs/silo-cluster.md says of each (architecture, strategy)."""
-    page = (Path(__file__).parents[2] / "docs/silo-cluster.md").read_text(encoding="utf-8")
+    """What docs/cluster-evidence.md says of each (architecture, strategy)."""
+    page = (Path(__file__).parents[2] / "docs/cluster-evidence.md").read_text(encoding="utf-8")
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in page.partition("tools/architecture_table.py")[2].splitlines()
