@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from roundtable.core.encodings.codec import Codec
     from roundtable.core.encodings.encoding import Traits
     from roundtable.core.errors import EncodingError, RoundtableError
+    from roundtable.core.foundation.huggingface_classifier import HuggingFaceClassifier
     from roundtable.core.foundation.huggingface_task import HuggingFaceTask
     from roundtable.core.foundation.published import load_adapter
     from roundtable.core.task import ArrayTask, Site, Task, load_task
@@ -65,6 +66,7 @@ __all__ = [
     "Context",
     "EncodingError",
     "GradientWork",
+    "HuggingFaceClassifier",
     "HuggingFaceTask",
     "JobConfig",
     "LocalStep",
@@ -112,6 +114,7 @@ _HOMES = {
     "Context": "roundtable.core.algorithms.round_context",
     "EncodingError": "roundtable.core.errors",
     "GradientWork": "roundtable.core.algorithms.gradient_work",
+    "HuggingFaceClassifier": "roundtable.core.foundation.huggingface_classifier",
     "HuggingFaceTask": "roundtable.core.foundation.huggingface_task",
     "JobConfig": "roundtable.core.config",
     "LocalStep": "roundtable.core.algorithms.step",

@@ -271,7 +271,7 @@ def _modules(session: FlareSession) -> StandIns:
     instead = {
         "nvflare.client.tracking": "its SummaryWriter writes to the log; trackers are the coordinator's",
         "nvflare.client.lightning": "call receive() and send() around trainer.fit()",
-        "nvflare.client.hf": "rt.HuggingFaceTask fine-tunes pretrained models here",
+        "nvflare.client.hf": "rt.HuggingFaceTask and rt.HuggingFaceClassifier fine-tune pretrained models",
     }
     return StandIns("nvflare", names, instead, "the adapter knows the client API's functions and FLModel")
 

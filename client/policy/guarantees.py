@@ -36,8 +36,8 @@ _SENTENCES = {
     "relay_sums": "against the relays on this silo's way: none puts a sum of its own making in its place",
     "regional_models": "against relays that are not named: no model of theirs is trained from; a named one "
     "may show any model between two rounds that go up, under its signature",
-    "bases": "against whoever submits jobs: rt.HuggingFaceTask reads its base there or in the cache alone; "
-    "other code of a task is not held to it",
+    "bases": "against whoever submits jobs: rt.HuggingFaceTask and rt.HuggingFaceClassifier read their base "
+    "there or in the cache alone; other code of a task is not held to it",
     "metrics": "against the coordinator: no metric leaves",
 }
 

@@ -42,8 +42,9 @@ from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.encodings.feedback import without_memory
 from roundtable.core.errors import EncodingError, ModelMismatch, ResourceError, TaskError
 from roundtable.core.failpoints import failpoint
-from roundtable.core.foundation.huggingface_task import PINNED, HuggingFaceTask
+from roundtable.core.foundation.huggingface_task import HuggingFaceTask
 from roundtable.core.foundation.model_difference import model_difference
+from roundtable.core.foundation.pretrained_task import PINNED, PretrainedTask
 from roundtable.core.initial_model import job_layout, whole_model
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, open_model
@@ -300,7 +301,7 @@ def _made(task: AnyTask, seed: int) -> nn.Module | dict[str, Tensor]:
     try:
         return initial_state(task, seed)
     except TaskError as error:
-        if not isinstance(task, HuggingFaceTask):
+        if not isinstance(task, PretrainedTask):
             raise
         raise ModelMismatch(str(error)) from error
 

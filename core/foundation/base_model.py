@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -21,6 +22,13 @@ from torch import Tensor, nn
 from roundtable.core.errors import EncodingError, TaskError
 from roundtable.core.extras import load
 from roundtable.core.foundation.checkpoint_files import CheckpointTensors
+from roundtable.core.foundation.classifier_head import (
+    ClassifierHead,
+    check_loaded,
+    draw,
+    in_float32,
+    modules_of_head,
+)
 from roundtable.core.foundation.four_bits import PRECISION as FOUR_BITS
 from roundtable.core.foundation.four_bits import check_four_bits, four_bits, pin_scales
 from roundtable.core.machine.process_facts import group_memory, physical_memory
@@ -36,6 +44,7 @@ _SAMPLE = " A first LINE,  two spaces.\n\tDon't say\u0301 É ﬁ 12345 — 東�
 _NOTHING_FOREIGN: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """For transformers: no network, and no code beside the model, which it would ask for at a terminal."""
 _NOT_OF_THE_MODEL = ("transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache")
+_NOT_OF_A_CLASSIFIER = (*_NOT_OF_THE_MODEL, "id2label", "label2id", "num_labels", "problem_type")
 _OF_CALLS = ("padding", "truncation")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPES[FOUR_BITS] = torch.bfloat16
@@ -56,14 +65,25 @@ def library(name: str) -> Any:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A causal language model of a folder, with its tokenizer."""
+    """A model of a folder, with what reads its inputs: a causal language model with its tokenizer, or, with a
+    `head`, an encoder under a head of classes."""
 
     name: str
     folder: Path
+    head: ClassifierHead | None = None
 
     @cached_property
     def config(self) -> Any:
-        """What the model is made of."""
+        """What the model is made of, with the head's labels. TaskError for a head of others in the base."""
+        if self.head is None:
+            return self._published
+        if self.head.is_in(self._published):
+            with self._named():
+                self.head.check_labels(self._published)
+        return self.head.configured(self._published)
+
+    @cached_property
+    def _published(self) -> Any:
         if (self.folder / ADAPTER_CONFIG).exists():
             raise TaskError(
                 f"base {self.name!r}: its folder holds an adapter as well ({ADAPTER_CONFIG}), which "
@@ -80,7 +100,7 @@ class BaseModel:
                 "quantization_config of config.json): take the base that they were made of, with "
                 f'precision = "{FOUR_BITS}" where it is to be in 4 bits'
             )
-        if config.get_text_config() is not config:
+        if (self.head is None or self.head.inputs == "text") and config.get_text_config() is not config:
             raise TaskError(
                 f"base {self.name!r}: a {config.model_type} takes more than text: take the model of text "
                 "alone, saved by itself"
@@ -89,7 +109,8 @@ class BaseModel:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """A fast tokenizer that knows how a text ends. TaskError for others."""
+        """A fast tokenizer that knows how a text ends, or, for a head of classes, what fills up a row.
+        TaskError for others."""
         if not (self.folder / _TOKENS).is_file():
             raise TaskError(
                 f"base {self.name!r}: its tokenizer has no {_TOKENS}, which is pinned: "
@@ -101,7 +122,13 @@ class BaseModel:
             raise TaskError(f"base {self.name!r}: its tokenizer cannot be used: {error}") from error
         if not found.is_fast:
             raise TaskError(f"base {self.name!r}: its tokenizer is not the fast one of {_TOKENS}")
-        if found.eos_token_id is None:
+        if self.head is not None and found.pad_token_id is None:
+            raise TaskError(
+                f"base {self.name!r}: its tokenizer names no token that fills up a row (pad_token), so that "
+                "texts of unlike lengths cannot be in one batch: name one in tokenizer_config.json, and as "
+                "pad_token_id in config.json"
+            )
+        if self.head is None and found.eos_token_id is None:
             raise TaskError(
                 f"base {self.name!r}: its tokenizer names no token that ends a text (eos_token), so that a "
                 "model could not learn to stop"
@@ -156,22 +183,58 @@ class BaseModel:
     def form(self) -> nn.Module:
         """The model without its weights, float32: where parameters take no memory, it takes none."""
         try:
-            return library("transformers").AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+            made = getattr(library("transformers"), self.auto).from_config(
                 self.config, dtype=torch.float32, trust_remote_code=False
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise TaskError(f"base {self.name!r} cannot be made: {error}") from error
+        return made  # type: ignore[no-any-return]
 
     def load(self, precision: str) -> nn.Module:
         """The model with its weights, all there and all finite. TaskError otherwise."""
+        model, told = self._read(precision)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if names := sorted(map(str, told.get(kind, ()))):
+                raise TaskError(
+                    f"base {self.name!r}: its weights are not those of its config.json: {len(names)} "
+                    f"{kind.replace('_keys', '')}, such as {names[0]}"
+                )
+        self._check_finite(model, precision)
+        if precision == FOUR_BITS:
+            pin_scales(model)
+        return model  # type: ignore[no-any-return]
+
+    def load_classifier(self, precision: str) -> tuple[nn.Module, list[str]]:
+        """The model under its head, and the names of the modules that train whole, which are float32.
+
+        What the base's files lack of them is drawn by torch's seed. TaskError for a base that is not whole,
+        and for a head in it whose labels are others.
+        """
+        assert self.head is not None
+        config = self.config
+        model, told = self._read(precision, config=config)
+        with self._named():
+            fresh = check_loaded(model, told, self.head.is_in(self._published))
+            if not fresh:
+                self.head.check_labels(self._published)
+            modules = modules_of_head(model, fresh)
+            if _DTYPES[precision] != torch.float32:
+                in_float32(model, modules)
+            draw(model, fresh)
+        self._check_finite(model, precision)
+        return model, modules
+
+    def _read(self, precision: str, **how: Any) -> tuple[Any, dict[str, Any]]:
         self.check_memory(precision)
         transformers = library("transformers")
-        how: dict[str, Any] = {}
         if precision == FOUR_BITS:
             check_four_bits()
-            how = four_bits(transformers)
+            how |= four_bits(transformers)
+        level = transformers.logging.get_verbosity()
+        if self.head is not None:  # A table of what is fresh, which is said where it matters.
+            transformers.logging.set_verbosity_error()
         try:
-            model, told = transformers.AutoModelForCausalLM.from_pretrained(
+            return getattr(transformers, self.auto).from_pretrained(  # type: ignore[no-any-return]
                 self.folder,
                 dtype=_DTYPES[precision],
                 use_safetensors=True,
@@ -181,25 +244,41 @@ class BaseModel:
             )
         except Exception as error:  # The library's own, and those of safetensors, are of any class.
             raise TaskError(f"base {self.name!r} cannot be loaded: {error}") from error
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if names := sorted(map(str, told.get(kind, ()))):
-                raise TaskError(
-                    f"base {self.name!r}: its weights are not those of its config.json: {len(names)} "
-                    f"{kind.replace('_keys', '')}, such as {names[0]}"
-                )
+        finally:
+            transformers.logging.set_verbosity(level)
+
+    def _check_finite(self, model: nn.Module, precision: str) -> None:
         for name, value in model.state_dict().items():
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 raise TaskError(
                     f"base {self.name!r}: {name!r} holds NaN or infinity in {precision}; another precision, "
                     "or another copy of the file, may help"
                 )
-        if precision == FOUR_BITS:
-            pin_scales(model)
-        return model  # type: ignore[no-any-return]
+
+    @property
+    def auto(self) -> str:
+        """The class of transformers that loads it."""
+        return "AutoModelForCausalLM" if self.head is None else self.head.auto
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except TaskError as error:
+            raise TaskError(f"base {self.name!r}: {error}") from error
 
     def pins(self) -> dict[str, Tensor]:
         """What all parties must have alike beside weights. The digest is in a tensor's name, which a layout
         holds whatever its rule: a value would travel with [model] travel = "all", and be everybody's."""
+        head = self.head
+        version = str(library("transformers").__version__).partition(".")[0]
+        told = _without(self.config.to_dict(), _NOT_OF_THE_MODEL if head is None else _NOT_OF_A_CLASSIFIER)
+        pinned = {**self._tokenizer_digests(), "model_config": _digest(told), "transformers": version}
+        if head is not None:
+            pinned["labels"] = _digest(head.labels)
+        return {f"{name}_{value}": torch.ones(1) for name, value in pinned.items()}
+
+    def _tokenizer_digests(self) -> dict[str, str]:
         # A call with padding or truncation writes that into tokenizer.json; neither says what a token is.
         tokenizer = self.tokenizer
         tokens = json.loads((self.folder / _TOKENS).read_text(encoding="utf-8"))
@@ -207,19 +286,14 @@ class BaseModel:
         # What tokenizer_config.json makes of that file: beginnings and ends, tokens that are added.
         sample = " ".join([_SAMPLE, *(value for _, value in sorted(special.items()))])
         made = [tokenizer(sample)["input_ids"], tokenizer.get_added_vocab()]
-        told = self.config.to_dict()
-        version = str(library("transformers").__version__).partition(".")[0]
-        pinned = {
+        return {
             "tokenizer": _digest([_without(tokens, _OF_CALLS), made]),
             "special_tokens": _digest(special),
             "chat_template": _digest(tokenizer.chat_template),
-            "model_config": _digest(_without(told, _NOT_OF_THE_MODEL)),
-            "transformers": version,
         }
-        return {f"{name}_{value}": torch.ones(1) for name, value in pinned.items()}
 
 
-def find_base(name: str) -> BaseModel:
+def find_base(name: str, head: ClassifierHead | None = None) -> BaseModel:
     """The base by its name below a folder of $ROUNDTABLE_BASES, or in the library's cache; where that is not
     set, also by its folder's path.
 
@@ -234,7 +308,7 @@ def find_base(name: str) -> BaseModel:
         tried = _below([Path(home) for home in homes.split(os.pathsep) if home], plain, inside)
     for folder in tried:
         if (folder / "config.json").is_file():
-            return BaseModel(name, folder.resolve())
+            return BaseModel(name, folder.resolve(), head)
     cached = None if not inside or len(plain.parts) > 2 else _cached(name)
     if cached is None:
         raise TaskError(
@@ -243,7 +317,7 @@ def find_base(name: str) -> BaseModel:
             + ", and not in the cache of Hugging Face. Nothing is downloaded by a job: "
             f"`hf download {name}` does it, or name a folder"
         )
-    return BaseModel(name, cached)
+    return BaseModel(name, cached, head)
 
 
 def _below(homes: Sequence[Path], plain: Path, inside: bool) -> list[Path]:

@@ -1,34 +1,31 @@
 """A task that fine-tunes a causal language model of Hugging Face's libraries.
 
-LoRA is Hu et al. 2022 (equation 3); FFA-LoRA, in which A is frozen and common to all, Sun et al. 2024
-(section 4); averaging both factors is FedIT (Zhang et al. 2024, algorithm 1). Prefix tuning is Li and Liang
-2021 (section 4.2, without its reparametrisation); DPO Rafailov et al. 2023.
+Prefix tuning is Li and Liang 2021 (section 4.2, without its reparametrisation); DPO Rafailov et al. 2023.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import ConfigError, TaskError
-from roundtable.core.foundation.base_model import BaseModel, find_base, library
+from roundtable.core.foundation.base_model import BaseModel, library
 from roundtable.core.foundation.generated_texts import GeneratedText, generated_texts
+from roundtable.core.foundation.logits_program import Traceable, next_tokens
 from roundtable.core.foundation.preferences import (
     preference_loss,
     preference_of,
     preference_rows,
     rewards,
 )
-from roundtable.core.foundation.prefix import PROMPT, check_prefix
+from roundtable.core.foundation.prefix import check_prefix
+from roundtable.core.foundation.pretrained_task import AnyPrecision, PretrainedTask, check_choices
 from roundtable.core.foundation.row_check import check_rows
 from roundtable.core.foundation.text_files import Text, read_texts
 from roundtable.core.foundation.token_rows import (
@@ -40,16 +37,13 @@ from roundtable.core.foundation.token_rows import (
     tokens_of,
 )
 from roundtable.core.measures.measured import perplexity
-from roundtable.core.task import Dataset, Site, Task
+from roundtable.core.task import Dataset, Site
 
 Method = Literal["lora", "ffa_lora", "dora", "ia3", "prefix", "full"]
 Objective = Literal["sft", "dpo"]
-Precision = Literal["float32", "bfloat16", "float16", "nf4"]
-PINNED = "pinned"
-"""The part of the model that holds digests of what all parties must have alike."""
 
 
-class HuggingFaceTask(Task):
+class HuggingFaceTask(PretrainedTask):
     """Fine-tunes a pretrained causal language model; of adapters, nothing but what trains travels.
 
     `base` is a folder, or a name in the cache of each party; `length` the tokens of a row; `method` what
@@ -73,7 +67,7 @@ class HuggingFaceTask(Task):
         alpha: float = 16.0,
         dropout: float = 0.0,
         targets: list[str] | str | None = None,
-        precision: Precision = "float32",
+        precision: AnyPrecision = "float32",
         checkpointing: bool = False,
         learn: Learn = "answers",
         template: str | None = None,
@@ -85,17 +79,14 @@ class HuggingFaceTask(Task):
         betas: Sequence[float] = (0.9, 0.999),
         weight_decay: float = 0.0,
     ) -> None:
-        for name, value, known in (
-            ("method", method, Method),
-            ("precision", precision, Precision),
-            ("learn", learn, Learn),
-            ("objective", objective, Objective),
-        ):
-            if value not in get_args(known):
-                raise ConfigError(
-                    f"task: {name} = {value!r}; choose one of {', '.join(get_args(known))}",
-                    key=("task", name),
-                )
+        check_choices(
+            {
+                "method": (method, Method),
+                "precision": (precision, AnyPrecision),
+                "learn": (learn, Learn),
+                "objective": (objective, Objective),
+            }
+        )
         if method == "prefix" and targets is not None:
             raise ConfigError(
                 f'task: targets = {targets!r} with method = "prefix": a prefix is before every layer, and '
@@ -125,49 +116,34 @@ class HuggingFaceTask(Task):
                 f"task: virtual_tokens = {virtual_tokens}; a prefix has one token at least",
                 key=("task", "virtual_tokens"),
             )
-        if length < 2 or rank < 1 or not 0 <= test_share < 1 or not 0 <= dropout < 1 or not alpha > 0:
-            raise ConfigError(
-                "task: length must be at least 2, rank at least 1, alpha above 0, test_share and dropout "
-                f"from 0 to below 1; they are {length}, {rank}, {alpha}, {test_share} and {dropout}"
-            )
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or not weight_decay >= 0:
-            raise ConfigError(
-                f"task: betas = {list(betas)}, weight_decay = {weight_decay}: of AdamW two betas from 0 to "
-                "below 1, and a decay of at least 0",
-                key=("task", "betas"),
-            )
-        if method == "full" and precision != "float32":
-            raise ConfigError(
-                f'task: method = "full" trains the base itself, and in {precision} small steps of its '
-                'weights are rounded away: set precision = "float32", or train adapters',
-                key=("task", "precision"),
-            )
         if objective == "dpo" and (method == "full" or not beta > 0):
             raise ConfigError(
                 f'task: objective = "dpo" with method = {method!r} and beta = {beta}: it compares with the '
                 'base, which every method but "full" leaves beside what trains, and beta must be above 0',
                 key=("task", "objective"),
             )
-        self.base = base
-        self.length = length
+        super().__init__(
+            base,
+            length,
+            method,
+            rank,
+            alpha,
+            dropout,
+            targets,
+            precision,
+            checkpointing,
+            test_share,
+            betas,
+            weight_decay,
+        )
         # The rows of a preference's two answers.
         self.example_tokens = 2 * length if objective == "dpo" else length
-        self.method: Method = method
-        self.rank = rank
-        self.alpha = alpha
-        self.dropout = dropout
-        self.targets = targets
-        self.precision: Precision = precision
-        self.checkpointing = checkpointing
         self.learn: Learn = learn
         self.template = template
-        self.test_share = test_share
         self.objective: Objective = objective
         self.beta = beta
         self.virtual_tokens = virtual_tokens
         self.packing = packing
-        self.betas = betas
-        self.weight_decay = weight_decay
 
     @property
     def positions(self) -> int:
@@ -175,9 +151,9 @@ class HuggingFaceTask(Task):
         return self.length + (self.virtual_tokens if self.method == "prefix" else 0)
 
     @cached_property
+    @override
     def pretrained_base(self) -> BaseModel:
-        """The base as this party has it, found when it is first needed."""
-        found = find_base(self.base)
+        found = super().pretrained_base
         if self.template is not None:
             found.tokenizer.chat_template = self.template
         return found
@@ -194,33 +170,10 @@ class HuggingFaceTask(Task):
         if not empty and self.precision != "nf4":  # What is in 4 bits works on a GPU alone.
             placed = self.packing and self.method != "prefix"
             check_rows(model, packed=placed and self.objective != "dpo", positions=placed)
-        seed = torch.initial_seed()
-        if self.method != "full":
-            # By the job's seed alone, whatever the loading of a base may have drawn.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                model = adapted(model, self.adapter_config())
+        made = self.prepared(model, None if self.method == "full" else self._adapters())
         if self.method == "prefix":
-            check_prefix(model)
-        if self.method == "ffa_lora":
-            for name, parameter in model.named_parameters():
-                if ".lora_A." in name:
-                    parameter.requires_grad_(False)
-        if self.checkpointing and not empty:  # What ranks compute again is their plan's.
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
-        self._check_trained(model)
-        pins = {name: nn.Parameter(value, requires_grad=False) for name, value in found.pins().items()}
-        setattr(model, PINNED, nn.ParameterDict(pins))
-        return model  # type: ignore[no-any-return]
-
-    def pretrained(self, site: Site) -> Path:
-        """The base's folder: the ranks of a silo's [cluster] read their parts out of its files."""
-        return self.pretrained_base.folder
-
-    def frozen_beside_pretrained(self) -> dict[str, Tensor]:
-        """What is frozen and neither in the base's files nor drawn by the job's seed, by its names."""
-        return {f"{PINNED}.{name}": value for name, value in self.pretrained_base.pins().items()}
+            check_prefix(made)
+        return made
 
     def _check_ranks(self) -> None:
         """TaskError for what the ranks of a silo's [cluster] would not train as one process does."""
@@ -235,41 +188,22 @@ class HuggingFaceTask(Task):
                 'agent without [cluster], or set method = "lora" and precision = "float32"'
             )
 
-    def adapter_config(self) -> Any:
-        """peft's configuration of what trains."""
+    def _adapters(self) -> Any:
+        if self.method != "prefix":
+            return self.adapter_config("CAUSAL_LM")
         peft = library("peft")
-        if self.method == "ia3":
-            return peft.IA3Config(task_type="CAUSAL_LM", target_modules=self.targets)
-        if self.method == "prefix":
-            return peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.virtual_tokens)
-        return peft.LoraConfig(
-            task_type="CAUSAL_LM",
-            r=self.rank,
-            lora_alpha=self.alpha,
-            lora_dropout=self.dropout,
-            target_modules=self.targets,
-            use_dora=self.method == "dora",
+        return peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.virtual_tokens)
+
+    @override
+    def described(self) -> str:
+        prefix = f" of {self.virtual_tokens} virtual tokens" if self.method == "prefix" else ""
+        return (
+            super().described() + prefix + (f"; DPO, beta {self.beta:g}" if self.objective == "dpo" else "")
         )
 
-    def _check_trained(self, model: Any) -> None:
-        """What trains must be what an adapter's file holds: else an export would lack it."""
-        if self.method == "full":
-            return
-        held = set(library("peft").get_peft_model_state_dict(model, save_embedding_layers=False))
-        trained = {plain_name(name) for name, p in model.named_parameters() if p.requires_grad}
-        if self.method == "ffa_lora":
-            held = {name for name in held if ".lora_A." not in name}
-        if embeddings := sorted(name for name in trained if ".lora_embedding_" in name):
-            raise TaskError(
-                f"targets = {self.targets!r}: {embeddings[0]!r} is a factor of an embedding's, which is "
-                "neither frozen by ffa_lora nor merged by flora: choose linear layers as targets"
-            )
-        if trained != held:
-            odd = sorted(trained ^ held)
-            raise TaskError(
-                f"targets = {self.targets!r}: {odd[0]!r} trains and is not what an adapter's file holds, or "
-                "the other way round: choose linear layers as targets"
-            )
+    @override
+    def traceable(self, model: nn.Module) -> Traceable:
+        return next_tokens(model)
 
     def texts(self, site: Site) -> tuple[Sequence[Text], Sequence[Text]]:
         """(training, test) texts of a site: a plain text each, or an object as a line of a .jsonl has it.
@@ -278,19 +212,7 @@ class HuggingFaceTask(Task):
         In a simulation the job's partition shares them out, by the key "label" of an object where it has one.
         Override it for data that lie elsewhere.
         """
-        if not isinstance(site.options.get("file"), str):
-            raise TaskError(
-                'no data: name a .txt, .jsonl or .parquet file, as file = "…" in the silo\'s [data] table, '
-                "or in [simulation.data] of the job"
-            )
-        found = read_texts(Path(site.options["file"]).expanduser())
-        labels = [str(text.get("label", "")) if isinstance(text, dict) else "" for text in found]
-        numbers = {label: number for number, label in enumerate(sorted(set(labels)))}
-        own = [found[row] for row in site.shard([numbers[label] for label in labels])]
-        if isinstance(site.options.get("test_file"), str):
-            return own, read_texts(Path(site.options["test_file"]).expanduser())
-        kept = round(len(own) * self.test_share)
-        return own[: len(own) - kept], own[len(own) - kept :]
+        return self._shared_out(site, read_texts, _label_of)
 
     @override
     def data(self, site: Site) -> tuple[Dataset, Dataset]:
@@ -354,16 +276,6 @@ class HuggingFaceTask(Task):
         finally:
             model.train(training)
 
-    @override
-    def optimizer(  # type: ignore[override]
-        self, parameters: Iterable[nn.Parameter], context: Context
-    ) -> torch.optim.Optimizer:
-        """AdamW at the job's learning rate."""
-        first, second = self.betas
-        return torch.optim.AdamW(
-            parameters, lr=context.learning_rate, betas=(first, second), weight_decay=self.weight_decay
-        )
-
     def _token_losses(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Of each token that is learnt: its loss in float32, and whether it was the likeliest."""
         tokens, labels, positions = batch
@@ -374,26 +286,5 @@ class HuggingFaceTask(Task):
         return functional.cross_entropy(values, truth, reduction="none"), values.argmax(-1) == truth
 
 
-def adapted(model: nn.Module, config: Any) -> Any:
-    """peft's model over this one. What peft finds out and sets right by itself is not said.
-
-    TaskError where the model has none of the modules that are to get adapters.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
-        warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
-        warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")
-        try:
-            return library("peft").get_peft_model(model, config)
-        except (ValueError, KeyError) as error:
-            raise TaskError(f"adapters do not fit this base: {error}") from error
-
-
-def plain_name(name: str) -> str:
-    """An adapter's tensor as its file names it: without the name that the adapter has in memory."""
-    if name == PROMPT:
-        return "prompt_embeddings"
-    magnitude = ".lora_magnitude_vector.default.weight"
-    if name.endswith(magnitude):
-        return name.removesuffix(".default.weight")
-    return name.replace(".default.", ".").removesuffix(".default")
+def _label_of(text: Text) -> str:
+    return str(text.get("label", "")) if isinstance(text, dict) else ""

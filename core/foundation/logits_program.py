@@ -1,6 +1,6 @@
-"""A model as a program without Python: tokens in, logits out.
+"""A model as a program without Python: tensors in, logits out.
 
-transformers' own models cannot be traced as they are: what they give is no tensor, and they make a cache.
+transformers' own models cannot be traced as they are: what they give is no tensor, and some make a cache.
 Around one stands a module that gives the logits alone, without a cache.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,18 +27,48 @@ _TOLERANCE = 1e-4
 """Most by which logits of the program may be others, as a share of the largest."""
 
 
-class LogitsOf(nn.Module):
-    """`input_ids` int64 [rows, tokens] → logits float32 [rows, tokens, vocabulary]; rows are filled up at
-    their ends, which no earlier token sees."""
+@dataclass(frozen=True)
+class Traceable:
+    """A module that gives logits; its inputs by name, as two examples of unlike shapes have them, and the
+    names of their dimensions that may be of any size."""
 
-    def __init__(self, model: nn.Module) -> None:
+    module: nn.Module
+    example: Mapping[str, Tensor]
+    other: Mapping[str, Tensor]
+    free: Mapping[int, str]
+
+
+class LogitsOf(nn.Module):
+    """Inputs in the order of their names → logits, float32; with inputs that are `zeros` of the first one's
+    shape, where what a model makes of their absence is written wrongly."""
+
+    def __init__(
+        self, model: nn.Module, names: tuple[str, ...], zeros: tuple[str, ...] = (), **how: object
+    ) -> None:
         super().__init__()
         self.model = model
+        self.names = names
+        self.zeros = zeros
+        self.how = how
 
     @override
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+    def forward(self, *inputs: Tensor) -> Tensor:
+        given = dict(zip(self.names, inputs, strict=True))
+        given |= {name: torch.zeros_like(inputs[0]) for name in self.zeros}
+        logits: Tensor = self.model(**given, **self.how).logits
         return logits
+
+
+def next_tokens(model: Any) -> Traceable:
+    """`input_ids` int64 [rows, tokens] → logits [rows, tokens, vocabulary]; rows are filled up at their ends,
+    which no earlier token sees."""
+    chance = torch.Generator().manual_seed(0)
+    example, other = (
+        {"input_ids": torch.randint(model.config.vocab_size, shape, generator=chance)}
+        for shape in ((2, 5), (3, 8))
+    )
+    module = LogitsOf(model, ("input_ids",), use_cache=False)
+    return Traceable(module, example, other, {0: "rows", 1: "tokens"})
 
 
 def check_onnx() -> None:
@@ -46,30 +77,28 @@ def check_onnx() -> None:
         load(name, "writing a model as ONNX")
 
 
-def write_program(model: nn.Module, kind: Program, folder: Path, vocabulary: int) -> None:
-    """Writes the model as `torch.export` (model.pt2) or ONNX (model.onnx, and model.onnx.data) has it, for
-    any number of rows and tokens.
+def write_program(traceable: Traceable, kind: Program, folder: Path) -> None:
+    """Writes the model as `torch.export` (model.pt2) or ONNX (model.onnx, and model.onnx.data) has it.
 
-    What torch has written is compared with the model, on rows of another shape. EncodingError for a model
+    What torch has written is compared with the model, on inputs of another shape. EncodingError for a model
     that cannot be traced, or gives other logits so. ONNX takes what `check_onnx` looks for.
     """
-    module = LogitsOf(model).eval()
-    chance = torch.Generator().manual_seed(0)
-    example, other = (torch.randint(vocabulary, shape, generator=chance) for shape in ((2, 5), (3, 8)))
-    any_size = torch.export.Dim.DYNAMIC
+    module = traceable.module.eval()
+    example, other = tuple(traceable.example.values()), tuple(traceable.other.values())
+    sizes = tuple(dict.fromkeys(traceable.free, torch.export.Dim.DYNAMIC) for _ in example)
     with torch.no_grad(), _quietly():
         try:
-            program = torch.export.export(module, (example,), dynamic_shapes=({0: any_size, 1: any_size},))
+            program = torch.export.export(module, example, dynamic_shapes=(sizes,))
             _forget_places(program)
-            made = program.module()(other)
+            made = program.module()(*other)
             if kind == "traced":
                 torch.export.save(program, folder / FILES[kind])
             else:
-                _write_onnx(program, example, folder / FILES[kind])
-                made = _by_onnx(folder / FILES[kind], other)
+                _write_onnx(program, traceable, folder / FILES[kind])
+                made = _by_onnx(folder / FILES[kind], traceable.other)
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
             raise EncodingError(f"torch cannot write this model as {kind}: {error}") from error
-        wanted = module(other)
+        wanted = module(*other)
     lost = float((made - wanted).abs().max() / wanted.abs().max())
     if not lost <= _TOLERANCE:
         raise EncodingError(
@@ -84,22 +113,22 @@ def _forget_places(program: Any) -> None:
             node.meta.pop("stack_trace", None)
 
 
-def _write_onnx(program: Any, example: Tensor, path: Path) -> None:
+def _write_onnx(program: Any, traceable: Traceable, path: Path) -> None:
     torch.onnx.export(
         program,
-        (example,),
+        tuple(traceable.example.values()),
         path,
-        input_names=["input_ids"],
+        input_names=list(traceable.example),
         output_names=["logits"],
-        dynamic_shapes=({0: "rows", 1: "tokens"},),
+        dynamic_shapes=tuple(dict(traceable.free) for _ in traceable.example),
         verbose=False,
     )
 
 
-def _by_onnx(path: Path, tokens: Tensor) -> Tensor:
+def _by_onnx(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
     """The logits by ONNX's own evaluator, which is slow and needs no runtime."""
     evaluator = load("onnx.reference", "checking a model in ONNX").ReferenceEvaluator(str(path))
-    (found,) = evaluator.run(None, {"input_ids": tokens.numpy()})
+    (found,) = evaluator.run(None, {name: value.numpy() for name, value in inputs.items()})
     return torch.from_numpy(found)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from roundtable.core.foundation.huggingface_task import PINNED, HuggingFaceTask
+from roundtable.core.foundation.adapters import ORIGINAL
+from roundtable.core.foundation.pretrained_task import PINNED, PretrainedTask
 from roundtable.core.layout import Layout
 from roundtable.core.task import AnyTask
 from roundtable.core.tensor_spec import TensorSpec
@@ -16,6 +17,7 @@ _FILES = {
     "special_tokens": "tokenizer_config.json, special_tokens_map.json",
     "chat_template": "chat_template.jinja or tokenizer_config.json",
     "model_config": "config.json",
+    "image_processor": "preprocessor_config.json",
 }
 """Where of a base's folder each pinned thing is read from, as transformers does."""
 
@@ -26,7 +28,7 @@ def model_difference(own: Layout, theirs: Layout, task: AnyTask) -> str:
     Of a pretrained base all that is pinned, and how many of its frozen weights; of others the first tensor.
     """
     mine, job = _specs(own), _specs(theirs)
-    if isinstance(task, HuggingFaceTask):
+    if isinstance(task, PretrainedTask):
         parts = _pins(mine, job)
         if set(mine) - set(_pinned(mine)) == set(job) - set(_pinned(job)):
             parts += _weights(mine, job)
@@ -45,8 +47,8 @@ def model_difference(own: Layout, theirs: Layout, task: AnyTask) -> str:
 
 def pins_difference(own: Iterable[str], theirs: Iterable[str], task: AnyTask) -> str:
     """The same of the names of what is pinned alone; empty where they are the same, or of another task."""
-    parts = _pins(own, theirs) if isinstance(task, HuggingFaceTask) else []
-    return _of_base(parts, task) if parts and isinstance(task, HuggingFaceTask) else ""
+    parts = _pins(own, theirs) if isinstance(task, PretrainedTask) else []
+    return _of_base(parts, task) if parts and isinstance(task, PretrainedTask) else ""
 
 
 _FROZEN = (
@@ -55,7 +57,7 @@ _FROZEN = (
 )
 
 
-def _of_base(parts: list[str], task: HuggingFaceTask) -> str:
+def _of_base(parts: list[str], task: PretrainedTask) -> str:
     return (
         f"the base {task.base!r} here is not the one that the job was submitted with: "
         f"{'; '.join(parts)}. Nothing of a base travels: it has to be alike everywhere"
@@ -72,6 +74,8 @@ def _pins(own: Iterable[str], theirs: Iterable[str]) -> list[str]:
             continue
         if kind == "transformers":
             parts.append(f"transformers is of version {here} here and {value[:4]} in the job; install that")
+        elif kind == "labels":
+            parts.append("the labels are others here than in the job, or in another order; take the job's")
         elif kind in _FILES:
             parts.append(
                 f"the digest of its {kind.replace('_', ' ')} is {here[:_SHOWN]} here and {value[:_SHOWN]} in "
@@ -86,7 +90,7 @@ def _weights(mine: Mapping[str, TensorSpec], job: Mapping[str, TensorSpec]) -> l
     other = [name for name in frozen if mine[name].digest != job[name].digest]
     if not other:
         return []
-    drawn = all(".lora_A." in name for name in other)
+    drawn = all(".lora_A." in name or ORIGINAL in name for name in other)
     remedy = (
         "these are drawn by the job's seed: install the versions of torch and peft of the job's"
         if drawn

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import safetensors
 import safetensors.torch
@@ -20,12 +20,15 @@ from torch import Tensor, nn
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, EncodingError, ModelMismatch, TaskError
+from roundtable.core.foundation.adapters import ORIGINAL, adapted, plain_name
 from roundtable.core.foundation.base_model import find_base, library
 from roundtable.core.foundation.checkpoint_files import name_digests
-from roundtable.core.foundation.huggingface_task import PINNED, HuggingFaceTask, adapted, plain_name
+from roundtable.core.foundation.classifier_head import ClassifierHead, Inputs
+from roundtable.core.foundation.labelled_rows import check_labels
 from roundtable.core.foundation.logits_program import check_onnx, write_program
 from roundtable.core.foundation.model_difference import pins_difference
 from roundtable.core.foundation.prefix import PROMPT
+from roundtable.core.foundation.pretrained_task import PINNED, PretrainedTask
 from roundtable.core.initial_model import whole_model
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, model_digest
@@ -35,7 +38,7 @@ from roundtable.core.task import initial_state
 Format = Literal["peft", "transformers", "traced", "onnx"]
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 STATEMENT = "provenance.json"
-_BASE = "roundtable.base"
+_BASE, _HEAD = "roundtable.base", "roundtable.head"
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Story:
     signer: str = ""
 
 
-def check_publishable(task: HuggingFaceTask, folder: Path, kind: Format) -> None:
+def check_publishable(task: PretrainedTask, folder: Path, kind: Format) -> None:
     """ConfigError for a folder that holds something or a format that does not fit; TaskError where this
     machine lacks the base."""
     if folder.exists() and any(folder.iterdir()):
@@ -79,7 +82,7 @@ def check_publishable(task: HuggingFaceTask, folder: Path, kind: Format) -> None
 
 def publish(
     job: JobConfig,
-    task: HuggingFaceTask,
+    task: PretrainedTask,
     model: Model,
     folder: Path,
     kind: Format,
@@ -108,7 +111,8 @@ def publish(
     with tempfile.TemporaryDirectory(dir=_made(folder.parent)) as scratch:
         made = Path(scratch) / "made"
         if kind == "peft":
-            _write_adapter(trained, base, base_digest(whole.layout), task.precision, made)
+            notes = {_BASE: base_digest(whole.layout), "precision": task.precision, **_told_head(task)}
+            _write_adapter(trained, base, notes, made)
         else:
             _write_merged(trained, task, kind, made, most)
         if told.statement:
@@ -124,29 +128,34 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _write_adapter(model: Any, base: str, digest: str, precision: str, folder: Path) -> None:
+def _told_head(task: PretrainedTask) -> dict[str, str]:
+    head = task.pretrained_base.head
+    return {} if head is None else {_HEAD: json.dumps({"labels": head.labels, "inputs": head.inputs})}
+
+
+def _write_adapter(model: Any, base: str, notes: Mapping[str, str], folder: Path) -> None:
     peft = library("peft")
     folder.mkdir()
     state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     values = {name: value.detach().float().cpu().contiguous() for name, value in state.items()}
-    notes = {"format": "pt", _BASE: digest, "precision": precision}
-    safetensors.torch.save_file(values, folder / ADAPTER, notes)
+    safetensors.torch.save_file(values, folder / ADAPTER, {"format": "pt", **notes})
     config = model.peft_config["default"]
     config.inference_mode = True
     config.base_model_name_or_path = base
     config.save_pretrained(folder)
 
 
-def _write_merged(model: Any, task: HuggingFaceTask, kind: Format, folder: Path, most: int | None) -> None:
+def _write_merged(model: Any, task: PretrainedTask, kind: Format, folder: Path, most: int | None) -> None:
     """In float32: in half precision merging rounds what was learnt."""
     if task.method != "full":
         untied = _untied(model.float())
+        _unwrap_wholes(model)
         model = model.merge_and_unload()
         if untied:
             model.config.tie_word_embeddings = False
     if kind == "traced" or kind == "onnx":
         folder.mkdir()
-        write_program(model, kind, folder, model.config.vocab_size)
+        write_program(task.traceable(model), kind, folder)
     else:
         model.config.dtype = torch.float32
         model.config._name_or_path = ""
@@ -156,6 +165,15 @@ def _write_merged(model: Any, task: HuggingFaceTask, kind: Format, folder: Path,
     tokenizer = task.pretrained_base.tokenizer
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(folder)
+
+
+def _unwrap_wholes(model: Any) -> None:
+    """Puts what trained whole in its place: peft does so itself for modules that are one layer alone."""
+    for name, module in list(model.named_modules()):
+        trained = getattr(module, "modules_to_save", None)
+        if isinstance(trained, nn.ModuleDict):
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, trained["default"])
 
 
 def _untied(model: Any) -> bool:
@@ -172,14 +190,15 @@ def _untied(model: Any) -> bool:
 
 
 def base_digest(layout: Layout) -> str:
-    """One digest of all frozen weights of the base, whatever is trained over it."""
+    """One digest of all frozen weights of the base, whatever is trained over it; without those of a head,
+    which are drawn where a base has none."""
     # Over a prefix the base is not wrapped a second time.
     prefix = any(spec.name == PROMPT for spec in layout.averaged)
     outer = ("base_model.", "base_model.model.") if prefix else ("", "")
     values = {
         outer[1] + plain_name(spec.name).replace(".base_layer.", ".").removeprefix(outer[0]): spec.digest
         for spec in layout.frozen
-        if not spec.name.startswith(f"{PINNED}.") and ".lora_" not in spec.name
+        if not spec.name.startswith(f"{PINNED}.") and ".lora_" not in spec.name and ORIGINAL not in spec.name
     }
     return blake3(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -193,13 +212,15 @@ def load_adapter(folder: AnyPath, base: str, *, trainable: bool = False) -> nn.M
     """
     folder = Path(folder)
     values, notes = _adapter_of(folder)
-    found = find_base(base)
     try:
         config = library("peft").PeftConfig.from_pretrained(folder)
     except (OSError, TypeError, ValueError, KeyError) as error:
         raise EncodingError(f"{folder / CONFIG} cannot be used: {error}") from error
+    found = find_base(base, _head_of(notes, config, folder))
+    precision = notes.get("precision", "float32")
     try:
-        model = adapted(found.load(notes.get("precision", "float32")), config)
+        plain = found.load(precision) if found.head is None else found.load_classifier(precision)[0]
+        model = adapted(plain, config)
     except (TaskError, KeyError) as error:
         raise EncodingError(f"{folder} is no adapter of {base!r}: {error}") from error
     expected = library("peft").get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -215,6 +236,22 @@ def load_adapter(folder: AnyPath, base: str, *, trainable: bool = False) -> nn.M
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable and plain_name(name) in expected)
     return model.train(trainable)  # type: ignore[no-any-return]
+
+
+def _head_of(notes: Mapping[str, str], config: Any, folder: Path) -> ClassifierHead | None:
+    """The head that an adapter was exported with. EncodingError where one is meant, and not which."""
+    try:
+        told = json.loads(notes[_HEAD]) if _HEAD in notes else None
+        if told is None and config.task_type == "SEQ_CLS":
+            raise ValueError("it does not say which labels, as one that was exported here does")
+        if told is None:
+            return None
+        labels, inputs = check_labels(told["labels"]), told["inputs"]
+        if inputs not in get_args(Inputs):
+            raise ValueError(f"inputs {str(inputs)[:40]!r}")
+        return ClassifierHead(labels, inputs)
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
+        raise EncodingError(f"{folder}: the adapter of a classifier cannot be used: {error}") from error
 
 
 def _frozen_layout(model: nn.Module, trained: set[str]) -> Layout:
@@ -257,26 +294,21 @@ def _shown(base: str) -> str:
     return base if hub else plain.name
 
 
-def _card(job: JobConfig, task: HuggingFaceTask, model: Model, base: str, kind: Format, told: Story) -> str:
+def _card(job: JobConfig, task: PretrainedTask, model: Model, base: str, kind: Format, told: Story) -> str:
     how = {
-        "peft": f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), FOLDER)',
-        "transformers": "AutoModelForCausalLM.from_pretrained(FOLDER)",
-        "traced": 'torch.export.load("FOLDER/model.pt2").module()(input_ids)',
-        "onnx": 'onnxruntime.InferenceSession("FOLDER/model.onnx").run(None, {"input_ids": input_ids})',
+        "peft": f"PeftModel.from_pretrained({task.opened_by(base)}, FOLDER)",
+        "transformers": f"{task.pretrained_base.auto}.from_pretrained(FOLDER)",
+        "traced": f'torch.export.load("FOLDER/model.pt2").module()({", ".join(task.inputs)})',
+        "onnx": 'onnxruntime.InferenceSession("FOLDER/model.onnx").run(None, {'
+        + ", ".join(f'"{name}": {name}' for name in task.inputs)
+        + "})",
     }[kind]
     privacy = model.metadata.get("privacy", "no differential privacy was asked for")
-    trained = (
-        f"{task.method}, rank {task.rank}, alpha {task.alpha:g}" if "lora" in task.method else task.method
-    )
     silos = ", ".join(told.silos) or "not told"
     signed = f"signed by {told.signer}: {STATEMENT}" if told.statement else "no coordinator has signed for it"
-    if task.method == "prefix":
-        trained += f" of {task.virtual_tokens} virtual tokens"
-    if task.objective == "dpo":
-        trained += f"; DPO, beta {task.beta:g}"
     lines = {
         "base": f"{base} ({task.precision}), weights {base_digest(model.layout)[:16]}",
-        "trained": f"{trained}; {model.layout.size:,} values travelled each round",
+        "trained": f"{task.described()}; {model.layout.size:,} values travelled each round",
         "rounds": f"{told.round}, {job.algorithm.name}",
         "silos": silos,
         "privacy": privacy,
@@ -287,6 +319,6 @@ def _card(job: JobConfig, task: HuggingFaceTask, model: Model, base: str, kind: 
     library = {"traced": "pytorch"}.get(kind, kind)
     head = f"library_name: {library}\nbase_model: {base}\ntags:\n- federated-learning"
     return (
-        f"---\n{head}\n---\n\n# {told.job}\n\nFine-tuned over silos that kept their texts, by Roundtable.\n\n"
+        f"---\n{head}\n---\n\n# {told.job}\n\nFine-tuned over silos that kept their data, by Roundtable.\n\n"
         f"| | |\n| --- | --- |\n{rows}\n\nLoad it with `{how}`.\n"
     )

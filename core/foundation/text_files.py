@@ -13,6 +13,7 @@ from roundtable.core.errors import TaskError
 Text = str | dict[str, Any]
 """A plain text, or an object: of "text", of "prompt" and "completion", of "messages", or, for preferences, of
 "prompt", "chosen" and "rejected"."""
+_OF_OBJECTS = (".jsonl", ".parquet")
 
 
 def read_texts(path: Path) -> list[Text]:
@@ -20,18 +21,32 @@ def read_texts(path: Path) -> list[Text]:
 
     TaskError, with file and line or row, for an object that is no `Text`, and for other kinds of files.
     """
+    if path.suffix not in (".txt", ".md", *_OF_OBJECTS):
+        raise TaskError(
+            f"{path.name}: texts are read from .txt, .md, .jsonl and .parquet, and this is none of them"
+        )
+    if path.suffix in _OF_OBJECTS:
+        return list(_checked(path, objects_of(path)))
     try:
-        if path.suffix == ".parquet":
-            return list(_checked(path, "row", _rows(path)))
-        if path.suffix == ".jsonl":
-            return list(_checked(path, "line", _lines(path)))
-        if path.suffix in (".txt", ".md"):
-            return [part.strip() for part in _whole(path).split("\n\n") if part.strip()]
+        return [part.strip() for part in _whole(path).split("\n\n") if part.strip()]
     except OSError as error:
         raise TaskError(f"{path.name} cannot be read: {error}") from error
-    raise TaskError(
-        f"{path.name}: texts are read from .txt, .md, .jsonl and .parquet, and this is none of them"
-    )
+
+
+def objects_of(path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a .jsonl or .parquet file, none of which is null inside, with the words for their places.
+
+    TaskError for other kinds of files, for one that cannot be read, and for a line that is no JSON.
+    """
+    if path.suffix not in _OF_OBJECTS:
+        raise TaskError(f"{path.name}: rows are read from .jsonl and .parquet, and this is neither")
+    try:
+        if path.suffix == ".parquet":
+            yield from ((f"row {number}", value) for number, value in _rows(path))
+        else:
+            yield from ((f"line {number}", value) for number, value in _lines(path))
+    except OSError as error:
+        raise TaskError(f"{path.name} cannot be read: {error}") from error
 
 
 def _whole(path: Path) -> str:
@@ -82,10 +97,10 @@ def _present(value: Any) -> Any:
     return [_present(part) for part in value] if isinstance(value, list) else value
 
 
-def _checked(path: Path, place: str, found: Iterator[tuple[int, Any]]) -> Iterator[Text]:
-    for number, value in found:
+def _checked(path: Path, found: Iterator[tuple[str, Any]]) -> Iterator[Text]:
+    for place, value in found:
         if why := _wrong(value):
-            raise TaskError(f"{path.name}, {place} {number}: {why}")
+            raise TaskError(f"{path.name}, {place}: {why}")
         yield value
 
 

@@ -29,6 +29,7 @@ FACE = [
     "Context",
     "EncodingError",
     "GradientWork",
+    "HuggingFaceClassifier",
     "HuggingFaceTask",
     "JobConfig",
     "LocalStep",

@@ -19,8 +19,9 @@ from roundtable.core import Layout, Site, initial_state
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import ConfigError, LayoutError, TaskError
 from roundtable.core.foundation import base_model, four_bits
+from roundtable.core.foundation.adapters import plain_name
 from roundtable.core.foundation.base_model import BASES, find_base
-from roundtable.core.foundation.huggingface_task import HuggingFaceTask, plain_name
+from roundtable.core.foundation.huggingface_task import HuggingFaceTask
 from roundtable.core.foundation.model_difference import model_difference, pins_difference
 from roundtable.core.foundation.text_files import Text, read_texts
 from roundtable.core.foundation.token_rows import IGNORED, packed, tokens_of

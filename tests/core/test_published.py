@@ -18,7 +18,7 @@ from roundtable.core import JobConfig, initial_state
 from roundtable.core.errors import ConfigError, EncodingError, LayoutError, ModelMismatch, TaskError
 from roundtable.core.foundation.checkpoint_files import CheckpointTensors
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask
-from roundtable.core.foundation.logits_program import write_program
+from roundtable.core.foundation.logits_program import LogitsOf, Traceable, write_program
 from roundtable.core.foundation.published import Story, load_adapter, publish
 from roundtable.core.initial_model import initial_model, whole_model
 from roundtable.core.models import Model
@@ -192,9 +192,15 @@ def test_onnx_gives_the_logits_for_any_number_of_tokens(bases: Path, tmp_path: P
 
 def test_a_model_that_gives_other_logits_as_a_program_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EncodingError, match="other logits: by 1 of the largest"):
-        write_program(Forgetful(), "traced", tmp_path, 7)
+        write_program(of_tokens(Forgetful()), "traced", tmp_path)
     with pytest.raises(EncodingError, match="torch cannot write this model as traced"):
-        write_program(Branching(), "traced", tmp_path, 7)
+        write_program(of_tokens(Branching()), "traced", tmp_path)
+
+
+def of_tokens(model: torch.nn.Module) -> Traceable:
+    example, other = ({"input_ids": torch.arange(rows * 4).view(rows, 4) % 7} for rows in (2, 3))
+    module = LogitsOf(model, ("input_ids",), use_cache=False)
+    return Traceable(module, example, other, {0: "rows", 1: "tokens"})
 
 
 class Logits(NamedTuple):

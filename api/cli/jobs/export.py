@@ -18,7 +18,7 @@ from roundtable.core.quantities import parse_size
 if TYPE_CHECKING:
     from roundtable.cli.jobs.chosen_model import ChosenModel
     from roundtable.core.config import JobConfig
-    from roundtable.core.foundation.huggingface_task import HuggingFaceTask
+    from roundtable.core.foundation.pretrained_task import PretrainedTask
     from roundtable.core.foundation.published import Format, Story
     from roundtable.core.models import Model
 
@@ -141,17 +141,17 @@ def _of_run(run: Path) -> tuple[JobConfig, Model, Story]:
     return job, model, Story(job.title, round, silos)
 
 
-def _task(job: JobConfig, folder: Path, output: Path, kind: Format) -> HuggingFaceTask:
+def _task(job: JobConfig, folder: Path, output: Path, kind: Format) -> PretrainedTask:
     """The job's task, where what it makes can be written: told before anything is fetched."""
-    from roundtable.core.foundation.huggingface_task import HuggingFaceTask
+    from roundtable.core.foundation.pretrained_task import PretrainedTask
     from roundtable.core.foundation.published import check_publishable
     from roundtable.core.task import load_task
 
     task: Any = load_task(job.task.name, folder, parameters=job.task.parameters, trains=False)
-    if not isinstance(task, HuggingFaceTask):
+    if not isinstance(task, PretrainedTask):
         raise TaskError(
-            f"task {job.task.name!r} is no rt.HuggingFaceTask, so that nobody knows which files its "
-            "model would be: `roundtable job model` fetches it as safetensors"
+            f"task {job.task.name!r} is no rt.HuggingFaceTask or rt.HuggingFaceClassifier, so that nobody "
+            "knows which files its model would be: `roundtable job model` fetches it as safetensors"
         )
     check_publishable(task, output, kind)
     return task

@@ -114,7 +114,7 @@ class RankedServer(ServerAlgorithm):
             raise ConfigError(
                 f"algorithm {self.table.name!r} merges pairs of low-rank factors, and the task's model has "
                 "none of which both travel, as peft names them (lora_A, lora_B): take rt.HuggingFaceTask "
-                'with method = "lora"; FFA-LoRA, DoRA and IA3 go with fedavg',
+                'or rt.HuggingFaceClassifier with method = "lora"; FFA-LoRA, DoRA and IA3 go with fedavg',
                 key=("algorithm", "name"),
             )
         for name, rank in self.table.ranks.items():
