@@ -180,11 +180,15 @@ class Linear(Regression):
         rows = float(public["rows"][0])
         if stage == 1:
             return {"stage": 2.0, "mean": self._middles + self._halves * sums["first"] / rows}
-        if stage == 3:
-            return {"stage": DONE, "residual": sums["residual"]}
-        gram = sums["second"] - np.outer(sums["first"], sums["first"]) / rows
-        mean = public["mean"] + self._halves * sums["first"] / rows
-        solved, place = self.fitted(gram, rows)
+        return (
+            {"stage": DONE, "residual": sums["residual"]} if stage == 3 else self._solved(public, sums, rows)
+        )
+
+    def _solved(self, public: Arrays, sums: Arrays, total: float) -> dict[str, Any]:
+        """The slopes from moments about nearly the means, of rows whose weights add up to this."""
+        gram = sums["second"] - np.outer(sums["first"], sums["first"]) / total
+        mean = public["mean"] + self._halves * sums["first"] / total
+        solved, place = self.fitted(gram, total)
         if solved is None:
             return {"stage": -float(SINGULAR), "blame": np.array([float(place)])}
         return {"stage": 3.0, "gram": gram, "mean": mean, "slopes": solved}
@@ -196,23 +200,31 @@ class Linear(Regression):
 
     @override
     def answer(self, public: Arrays) -> Answer:
+        rows = float(public["rows"][0])
+        values = self._figures(public, rows, 0.0)
+        scale, explained = values["scale"], values["r_squared"]
+        notes = [f"{int(rows)} rows, R² {explained:.4g}, residual standard deviation {np.sqrt(scale):.5g}"]
+        return Answer(self.title, self.ask, HEADER, coefficient_rows(values), values, notes=notes)
+
+    def _figures(self, public: Arrays, total: float, logs: float) -> dict[str, Any]:
+        """What the answer says, of rows whose weights add up to `total` and their logarithms to `logs`; the
+        scale is that of a row of weight 1."""
         rows, p = float(public["rows"][0]), self._width
         halves, spread = self._halves[:-1], self._halves[-1]
-        slopes = public["slopes"] * spread / halves
-        means = public["mean"]
-        residual = (public["residual"][1] - public["residual"][0] ** 2 / rows) * spread**2
+        slopes, means = public["slopes"] * spread / halves, public["mean"]
+        residual = (public["residual"][1] - public["residual"][0] ** 2 / total) * spread**2
         freedom = rows - p - 1
         scale = residual / freedom
         inverse = inverted(public["gram"][:-1, :-1]) / np.outer(halves, halves)
-        total = float(public["gram"][-1, -1]) * spread**2
-        first = float(means[-1] - slopes @ means[:-1] + public["residual"][0] * spread / rows)
-        error0 = scale * (1 / rows + means[:-1] @ inverse @ means[:-1])
+        around = float(public["gram"][-1, -1]) * spread**2
+        first = float(means[-1] - slopes @ means[:-1] + public["residual"][0] * spread / total)
+        error0 = scale * (1 / total + means[:-1] @ inverse @ means[:-1])
         estimates = np.array([first, *slopes])
         errors = np.sqrt(np.array([error0, *(scale * np.diag(inverse))]))
-        explained = 1 - residual / total
-        f = (total - residual) / p / scale
-        loglik = -rows / 2 * (np.log(2 * np.pi) + np.log(residual / rows) + 1)
-        values = {
+        explained = 1 - residual / around
+        f = (around - residual) / p / scale
+        loglik = -rows / 2 * (np.log(2 * np.pi) + np.log(residual / rows) + 1) + logs / 2
+        return {
             "n": int(rows),
             **coefficients(["intercept", *self.terms], estimates, errors, freedom),
             "scale": float(scale),
@@ -224,5 +236,3 @@ class Linear(Regression):
             "aic": float(2 * (p + 1) - 2 * loglik),
             "bic": float(np.log(rows) * (p + 1) - 2 * loglik),
         }
-        notes = [f"{int(rows)} rows, R² {explained:.4g}, residual standard deviation {np.sqrt(scale):.5g}"]
-        return Answer(self.title, self.ask, HEADER, coefficient_rows(values), values, notes=notes)

@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 from typing_extensions import override
 
-from roundtable.core.analyses.estimates import HEADER, coefficient_rows, coefficients, inverted
+from roundtable.core.analyses.estimates import HEADER, coefficient_rows
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
-from roundtable.core.analyses.question import SINGULAR, Answer
+from roundtable.core.analyses.question import Answer
 from roundtable.core.analyses.regression import Linear
-from roundtable.core.analyses.scipy_parts import stats
 from roundtable.core.errors import ConfigError
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
@@ -106,46 +105,16 @@ class WeightedLinear(Linear):
                 return {"stage": -float(code)}
             mean = self._middles + self._halves * sums["first"] / total
             return {"stage": 2.0, "mean": mean, "weighed": sums["weighed"]}
-        total = float(public["weighed"][0])
-        gram = sums["second"] - np.outer(sums["first"], sums["first"]) / total
-        mean = public["mean"] + self._halves * sums["first"] / total
-        solved, place = self.fitted(gram, total)
-        if solved is None:
-            return {"stage": -float(SINGULAR), "blame": np.array([float(place)])}
-        return {"stage": 3.0, "gram": gram, "mean": mean, "slopes": solved}
+        return self._solved(public, sums, float(public["weighed"][0]))
 
     @override
     def answer(self, public: Arrays) -> Answer:
-        rows, p = float(public["rows"][0]), self._width
         total, squares, logs = public["weighed"]
-        halves, spread = self._halves[:-1], self._halves[-1]
-        slopes, means = public["slopes"] * spread / halves, public["mean"]
-        residual = (public["residual"][1] - public["residual"][0] ** 2 / total) * spread**2
-        freedom = rows - p - 1
-        scale = residual / freedom
-        inverse = inverted(public["gram"][:-1, :-1]) / np.outer(halves, halves)
-        around = float(public["gram"][-1, -1]) * spread**2
-        first = float(means[-1] - slopes @ means[:-1] + public["residual"][0] * spread / total)
-        error0 = scale * (1 / total + means[:-1] @ inverse @ means[:-1])
-        estimates = np.array([first, *slopes])
-        errors = np.sqrt(np.array([error0, *(scale * np.diag(inverse))]))
-        explained = 1 - residual / around
-        f = (around - residual) / p / scale
-        loglik = -rows / 2 * (np.log(2 * np.pi) + np.log(residual / rows) + 1) + logs / 2
-        values = {
-            "n": int(rows),
-            "n_effective": float(total**2 / squares),
-            **coefficients(["intercept", *self.terms], estimates, errors, freedom),
-            "scale": float(scale * self._largest),
-            "r_squared": float(explained),
-            "r_squared_adjusted": float(1 - (1 - explained) * (rows - 1) / freedom),
-            "F": float(f),
-            "F_p": float(stats.f.sf(f, p, freedom)),
-            "log_likelihood": float(loglik),
-            "aic": float(2 * (p + 1) - 2 * loglik),
-            "bic": float(np.log(rows) * (p + 1) - 2 * loglik),
-        }
+        figures = self._figures(public, float(total), float(logs))
+        n, scale = figures.pop("n"), figures["scale"] * self._largest
+        values = {"n": n, "n_effective": float(total**2 / squares), **figures, "scale": scale}
         notes = [
-            f"{int(rows)} rows that count as {values['n_effective']:.4g} of equal weight, R² {explained:.4g}"
+            f"{n} rows that count as {values['n_effective']:.4g} of equal weight, "
+            f"R² {values['r_squared']:.4g}"
         ]
         return Answer(self.title, self.ask, HEADER, coefficient_rows(values), values, notes=notes)
