@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ LINE = 2_000
 """Characters of a line beyond which it is cut."""
 _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 """What begins a formula; the last four are the same characters in full width."""
+_MARKUP = re.compile(r"[\\`*_{}\[\]<>#|!~&@$]")
+_ADDRESS = re.compile(r"://|\bwww\.", re.IGNORECASE)
 
 
 def printable(text: object, limit: int = LINE) -> str:
@@ -50,6 +53,13 @@ def spreadsheet_cell(value: Any) -> Any:
         return value
     text = printable(value)
     return f"'{text}" if text.startswith(_FORMULA) and not _is_number(text) else text
+
+
+def markdown_text(value: Any, limit: int = LINE) -> str:
+    """The value as text within a line or a table's cell of Markdown, which it cannot leave: no mark-up, no
+    HTML, and no link, which readers also make of bare addresses (CommonMark 0.31, 2.4; GFM, 6.9)."""
+    marked = _MARKUP.sub(r"\\\g<0>", printable(value, limit))
+    return _ADDRESS.sub(lambda found: found[0].replace(":", "\\:").replace(".", "\\."), marked)
 
 
 def _is_number(text: str) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, EncodingError, ModelMismatch, TaskError
+from roundtable.core.foreign_text import json_text, markdown_text, printable
 from roundtable.core.foundation.adapters import ORIGINAL, adapted, plain_name
 from roundtable.core.foundation.base_model import find_base, library
 from roundtable.core.foundation.checkpoint_files import name_digests
@@ -38,6 +39,8 @@ from roundtable.core.task import initial_state
 Format = Literal["peft", "transformers", "traced", "onnx"]
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 STATEMENT = "provenance.json"
+_CELL = 1 << 16
+"""Characters of a line of the card: the pseudonyms of some thousand silos."""
 _BASE, _HEAD = "roundtable.base", "roundtable.head"
 
 
@@ -315,10 +318,13 @@ def _card(job: JobConfig, task: PretrainedTask, model: Model, base: str, kind: F
         "model": f"blake3 {model_digest(model.without_frozen())}",
         "provenance": signed,
     }
-    rows = "\n".join(f"| {name} | {value} |" for name, value in lines.items())
+    rows = "\n".join(f"| {name} | {markdown_text(value, _CELL)} |" for name, value in lines.items())
     library = {"traced": "pytorch"}.get(kind, kind)
-    head = f"library_name: {library}\nbase_model: {base}\ntags:\n- federated-learning"
+    head = f"library_name: {library}\nbase_model: {json_text(base)}\ntags:\n- federated-learning"
+    # Names of a job may hold what ends a fence: one that is longer than each of theirs.
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", how)), default=0))
     return (
-        f"---\n{head}\n---\n\n# {told.job}\n\nFine-tuned over silos that kept their data, by Roundtable.\n\n"
-        f"| | |\n| --- | --- |\n{rows}\n\nLoad it with `{how}`.\n"
+        f"---\n{head}\n---\n\n# {markdown_text(told.job)}\n\n"
+        "Fine-tuned over silos that kept their data, by Roundtable.\n\n"
+        f"| | |\n| --- | --- |\n{rows}\n\nLoad it with\n\n{fence}python\n{printable(how, _CELL)}\n{fence}\n"
     )

@@ -8,8 +8,9 @@ import logging
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
-from roundtable.core.foreign_text import json_text, printable, printable_lines
+from roundtable.core.foreign_text import json_text, markdown_text, printable, printable_lines
 from roundtable.core.observability.logs import ConsoleFormatter, JsonFormatter, announce, write_logs
 
 ANY = st.text(st.characters(), max_size=60)
@@ -42,6 +43,23 @@ def test_what_is_dangerous_is_named_and_what_is_a_word_stays() -> None:
     assert printable("x" * 2_500) == "x" * 2_000 + "… (500 more characters)"
     assert (
         json_text({"loss": float("nan"), "all": [float("inf"), 1.5]}) == '{"loss": null, "all": [null, 1.5]}'
+    )
+
+
+@given(ANY | st.text("\\\\`*_[]()<>!|#&@:/.wht ", max_size=40))
+def test_in_markdown_it_is_text_and_nothing_else(text: str) -> None:
+    lines = f"# {markdown_text(text)}\n\n| | |\n| --- | --- |\n| x | {markdown_text(text)} |\n| y | z |\n"
+    found = MarkdownIt("commonmark").enable("table").parse(lines)
+    shown = [each for each in found if each.type == "inline" and each.content not in ("", "x", "y", "z")]
+    for each in shown:
+        assert {part.type for part in each.children or ()} <= {"text", "text_special"}
+        assert "".join(part.content for part in each.children or ()) == printable(text).strip()
+    assert sum(each.type == "tr_open" for each in found) == 3
+
+
+def test_in_markdown_an_address_is_no_link() -> None:
+    assert markdown_text("see https://a.example, WWW.b.example, c@d.example") == (
+        r"see https\://a.example, WWW\.b.example, c\@d.example"
     )
 
 

@@ -140,7 +140,7 @@ def test_nothing_that_is_written_names_this_machine_or_a_silo(bases: Path, tmp_p
     card = (tmp_path / "peft" / "README.md").read_text()
     assert "epsilon 3 at delta 0.001" in card
     assert "silo 1, silo 2 |" in card
-    assert "base_model: llama" in card
+    assert 'base_model: "llama"' in card
     assert "| trained | lora, rank 8, alpha 16;" in card
     assert "signed by coordinator: provenance.json" in card
     assert (tmp_path / "peft" / "provenance.json").read_text() == STORY.statement + "\n"
