@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 import grpc
 from blake3 import blake3
 
+from roundtable.client.durable_files import digest_of
 from roundtable.core.bounds import is_digest
 from roundtable.core.errors import ResourceError, RoundtableError, TransferError, UnavailableError
 from roundtable.core.identity.credentials import CA_CERTIFICATE, SiloIdentity, identity_of, verify_identity
@@ -297,7 +298,7 @@ class OperatorClient:
         What has already arrived is not sent again.
         """
         path = Path(path)
-        content = Artifact(digest=_digest_of(path), size=path.stat().st_size)
+        content = Artifact(digest=digest_of(path), size=path.stat().st_size)
         for attempt in range(1, _RETRIES + 1):
             try:
                 with self._translated():
@@ -316,14 +317,11 @@ class OperatorClient:
         )
 
     def get_artifact(self, digest: str, size: int, path: AnyPath, progress: Progress | None = None) -> None:
-        """Fetches an artifact to `path` and verifies its digest; an interrupted fetch goes on.
-
-        The part that has arrived waits beside `path` with the ending `.partial`.
-        """
+        """Fetches an artifact to `path` and verifies its digest; a fetch that was interrupted goes on."""
         if not is_digest(digest):  # The coordinator's word, of which a file's name is made.
             raise TransferError(f"{self.address} names a model {digest[:64]!r}, which is no digest")
         path = Path(path)
-        partial = path.with_name(f"{path.name}.{digest[:12]}.partial")
+        partial = partly_fetched(path, digest)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             for attempt in range(1, _RETRIES + 1):
@@ -378,8 +376,9 @@ class OperatorClient:
         return UnavailableError(f"the coordinator at {self.address} cannot be reached for now: {detail}")
 
 
-def _digest_of(path: Path) -> str:
-    return blake3().update_mmap(path).hexdigest()
+def partly_fetched(path: Path, digest: str) -> Path:
+    """Where what has arrived of an artifact waits that is to be at `path`."""
+    return path.with_name(f"{path.name}.{digest[:12]}.partial")
 
 
 def _put_header(content: Artifact, offset: int) -> operator_pb2.PutPart:

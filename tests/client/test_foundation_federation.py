@@ -121,7 +121,9 @@ def partly_fetched(place: tuple[str, Path], job: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own", ["", PREFIX], ids=["lora", "prefix"])
-async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path, own: str) -> None:
+async def test_a_federation_gives_the_bits_of_its_simulation(
+    folder: Path, own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "toy.py").write_text(TASK.format(length=POSITIONS) + own)
     job = JobConfig.model_validate(TABLE)
     result = simulated(folder)
@@ -134,6 +136,13 @@ async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path, own: 
         waiting = await asyncio.to_thread(partly_fetched, (address, folder), job.title)
         assert await asyncio.to_thread(run, words) == 1  # It went on with bytes of another file, and says so.
         assert not waiting.exists()
+        weights = folder / "base" / "model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # Another base than the job's.
+        capsys.readouterr()
+        assert await asyncio.to_thread(run, words) == 2
+        assert f"kept for another try with the same -o: {waiting}" in capsys.readouterr().err
+        weights.write_bytes(whole)
         assert await asyncio.to_thread(run, words) == 0
     assert not list((folder / "adapter").parent.glob(".adapter*"))
     assert status == "finished"

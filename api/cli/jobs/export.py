@@ -12,7 +12,7 @@ import click
 from roundtable.cli.jobs.chosen_model import model_of
 from roundtable.cli.shared.options import connect, connection_options, json_option, require_connection
 from roundtable.cli.shared.output import interruptible, print_json, say, transferring, working
-from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.errors import ConfigError, RoundtableError, TaskError
 from roundtable.core.quantities import parse_size
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def export(
     from roundtable.core.config import job_from_json
     from roundtable.core.foundation.published import publish
     from roundtable.core.models import open_model
+    from roundtable.operator import partly_fetched
 
     if best + last + (number is not None) > 1:
         raise click.UsageError("--best, --last and --round name different models: choose one")
@@ -114,8 +115,12 @@ def export(
             try:
                 with working(f"exporting {target}"):
                     publish(job, task, open_model(fetched), output, kind, told, most)
-            finally:
-                fetched.unlink()
+            except RoundtableError:
+                # As after an interruption: the same command takes it up, and fetches nothing.
+                waiting = fetched.replace(partly_fetched(fetched, chosen.digest))
+                say(f"The fetched model is kept for another try with the same -o: {waiting}", err=True)
+                raise
+            fetched.unlink()
     files = sorted(file.name for file in output.iterdir())
     if as_json:
         print_json({"folder": str(output), "format": kind, "round": told.round, "files": files})
@@ -165,7 +170,7 @@ def _signed(place: tuple[str, Path], job: Any, chosen: ChosenModel) -> Story:
     import grpc
 
     from roundtable.administration import Administrator
-    from roundtable.core.errors import IdentityError, RoundtableError
+    from roundtable.core.errors import IdentityError
     from roundtable.core.foundation.published import Story
     from roundtable.core.identity.credentials import CA_CERTIFICATE
     from roundtable.core.identity.signing import open_envelope
