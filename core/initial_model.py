@@ -94,6 +94,11 @@ def whole_model(job: JobConfig, task: AnyTask, model: Model) -> Model:
     state: Mapping[str, Tensor] = made.state_dict() if isinstance(made, nn.Module) else made
     model.layout.model.check(state)
     model.layout.check_frozen(state)
+    return with_frozen(model, state)
+
+
+def with_frozen(model: Model, state: Mapping[str, Tensor]) -> Model:
+    """The model with its frozen tensors out of a state dict that has them."""
     frozen = {spec.name: state[spec.name].detach() for spec in model.layout.frozen}
     return replace(model, local={**model.local, **frozen})
 

@@ -315,7 +315,11 @@ def find_base(name: str, head: ClassifierHead | None = None) -> BaseModel:
             f"base {name!r} is not here: no folder of that name with a config.json"
             + (f" below {BASES} ([policy] bases of a silo), and no other is looked into" if homes else "")
             + ", and not in the cache of Hugging Face. Nothing is downloaded by a job: "
-            f"`hf download {name}` does it, or name a folder"
+            + (
+                f"`hf download {name}` does it, or name a folder"
+                if inside and len(plain.parts) <= 2
+                else "have the model's folder there"
+            )
         )
     return BaseModel(name, cached, head)
 

@@ -7,7 +7,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,14 +27,15 @@ from roundtable.core.foundation.checkpoint_files import name_digests
 from roundtable.core.foundation.classifier_head import ClassifierHead, Inputs
 from roundtable.core.foundation.labelled_rows import check_labels
 from roundtable.core.foundation.logits_program import check_onnx, write_program
-from roundtable.core.foundation.model_difference import pins_difference
+from roundtable.core.foundation.model_difference import model_difference, pins_difference
 from roundtable.core.foundation.prefix import PROMPT
 from roundtable.core.foundation.pretrained_task import PINNED, PretrainedTask
-from roundtable.core.initial_model import whole_model
+from roundtable.core.initial_model import with_frozen
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, model_digest
 from roundtable.core.paths import AnyPath
 from roundtable.core.task import initial_state
+from roundtable.core.tensor_spec import digest_of_values
 
 Format = Literal["peft", "transformers", "traced", "onnx"]
 ADAPTER, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -95,19 +96,19 @@ def publish(
     """Writes the job's model into an empty or new folder; "transformers" in files of at most `most` bytes.
 
     `model` may lack what is frozen: the task makes it, of the base that this machine has. Raises what
-    `check_publishable` does, LayoutError where the base is not the job's, EncodingError for values that are
-    not finite.
+    `check_publishable` does, ModelMismatch where the base is not the job's, LayoutError where the task's
+    adapters are not, EncodingError for values that are not finite.
     """
     check_publishable(task, folder, kind)
     pinned = (spec.name for spec in model.layout.tensors)
     if differs := pins_difference(task.frozen_beside_pretrained(), pinned, task):
         raise ModelMismatch(differs)
-    whole = whole_model(job, task, model)
+    trained: Any = initial_state(task, job.seed)
+    whole = _over_base(task, model, trained.state_dict())
     state = whole.state_dict()
     for name, value in state.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise EncodingError(f"the model's {name!r} holds NaN or infinity: it is of no use to anybody")
-    trained: Any = initial_state(task, job.seed)
     trained.load_state_dict(state)
     delattr(trained, PINNED)
     base = _shown(task.base)
@@ -120,10 +121,25 @@ def publish(
             _write_merged(trained, task, kind, made, most)
         if told.statement:
             (made / STATEMENT).write_text(told.statement + "\n", encoding="utf-8")
-        (made / "README.md").write_text(_card(job, task, whole, base, kind, told), encoding="utf-8")
+        (made / "README.md").write_text(_card(job, task, model, base, kind, told), encoding="utf-8")
         folder.mkdir(exist_ok=True)
         for file in sorted(made.iterdir()):
             file.rename(folder / file.name)
+
+
+def _over_base(task: PretrainedTask, model: Model, own: Mapping[str, Tensor]) -> Model:
+    """The model with what is frozen, of this machine's `own`. ModelMismatch for a base of other weights, also
+    where the model brings those of the job's."""
+    model.layout.model.check(own)
+    specs = model.layout.tensors
+    here = Layout(
+        tuple(
+            replace(spec, digest=digest_of_values(own[spec.name])) if spec.digest else spec for spec in specs
+        )
+    )
+    if here != model.layout:
+        raise ModelMismatch(model_difference(here, model.layout, task))
+    return with_frozen(model, own)  # Not copied: merging changes them.
 
 
 def _made(folder: Path) -> Path:

@@ -224,10 +224,18 @@ class Branching(torch.nn.Module):
 
 
 def test_a_model_is_put_over_its_own_base_alone(bases: Path, tmp_path: Path) -> None:
-    job, _, model = trained(bases / "llama")
+    """What is wrong of the base is said in one way, whether the model brings the job's weights or not."""
+    job, task, model = trained(bases / "llama")
     _, other, _ = trained(bases / "other")
-    with pytest.raises(LayoutError, match=r"model\.embed_tokens"):
-        publish(job, other, model, tmp_path / "out", "peft", STORY)
+    said = (
+        r"the base '\S+other' here is not .*: \d+ of \d+ frozen weights have other values, .* take the revis"
+    )
+    for each in (model, whole_model(job, task, model)):
+        with pytest.raises(ModelMismatch, match=said):
+            publish(job, other, each, tmp_path / "out", "peft", STORY)
+    wider = HuggingFaceTask(**{**job.task.parameters, "rank": 4})
+    with pytest.raises(LayoutError, match=r"lora_A.* has shape \[4, 32\], .* \[8, 32\]"):
+        publish(job, wider, model, tmp_path / "out", "peft", STORY)
     half = HuggingFaceTask(**{**job.task.parameters, "precision": "nf4"})
     with pytest.raises(ConfigError, match=r"base is in 4 bits.*--format peft, not transformers"):
         publish(job, half, model, tmp_path / "out", "transformers", STORY)
