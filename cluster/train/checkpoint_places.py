@@ -136,6 +136,16 @@ class Mirror:
             ) from error
 
 
+def made_empty(folder: Path) -> str:
+    """Makes a folder anew; says why it cannot be made."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return ""
+
+
 def superseded(
     names: Sequence[str], newest: str, keep: int, is_end: Callable[[str], bool], ends_kept: int
 ) -> list[str]:

@@ -33,7 +33,7 @@ from roundtable.cluster.stepping.coded_state import read_state
 from roundtable.cluster.stepping.diloco import OuterOptimizer
 from roundtable.cluster.stepping.local_parameters import state_of, whole_of
 from roundtable.cluster.stepping.sharded_optimizer import fill_state
-from roundtable.cluster.train.checkpoint_places import STATE, Mirror, superseded
+from roundtable.cluster.train.checkpoint_places import STATE, Mirror, made_empty, superseded
 from roundtable.cluster.train.replica import Replica
 from roundtable.core.errors import ResourceError
 
@@ -79,8 +79,10 @@ class Checkpoints:
         keep: int,
         group: dist.ProcessGroup,
         say: Callable[[str], None] = lambda line: None,
+        counted: int = 0,
     ) -> None:
-        """`folder` is written, `mirrors` get copies. `group` is a CPU group of all ranks.
+        """`folder` is written, `mirrors` get copies. `group` is a CPU group of all ranks. `counted` is the
+        round whose end stays however many are newer, as their updates may never count; 0 for none.
 
         `written` is then the step of the newest one within a round.
 
@@ -90,6 +92,7 @@ class Checkpoints:
         self._folder = folder
         self._mirrors = mirrors
         self._keep = keep
+        self._counted = f"round-{counted:06d}-{_END}"
         self._group = group
         self.written = 0
         self._under_way = folder, Position(0, "", 0, 0, 0.0)
@@ -112,7 +115,7 @@ class Checkpoints:
         place = _END if position.final else f"step-{position.step:08d}"
         folder = self._folder / f"round-{position.round:06d}-{place}"
         self._under_way = folder, position
-        if reason := broadcast_text(_made_empty(folder) if dist.get_rank() == 0 else None, self._group):
+        if reason := broadcast_text(made_empty(folder) if dist.get_rank() == 0 else None, self._group):
             self._not_written(reason)
             return
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -198,7 +201,8 @@ class Checkpoints:
             self._say(f"checkpoint {folder.name} has no copy: {error}")
 
     def _old(self, names: Sequence[str], newest: str) -> list[str]:
-        return superseded(names, newest, self._keep, lambda name: name.endswith(_END), _ENDS_KEPT)
+        others = [name for name in names if name != self._counted]
+        return superseded(others, newest, self._keep, lambda name: name.endswith(_END), _ENDS_KEPT)
 
     def newest(self, round: int, model: str, *, packed: bool = False) -> tuple[Path, Position] | None:
         """The newest whole checkpoint within this round from this model, of layers that are packed or not."""
@@ -211,10 +215,10 @@ class Checkpoints:
             )
         )
 
-    def end(self, before: int, *, packed: bool = False) -> tuple[Path, Position] | None:
-        """The whole checkpoint of the newest round's end below the round `before`."""
+    def end(self, round: int, *, packed: bool = False) -> tuple[Path, Position] | None:
+        """The whole checkpoint of this round's end."""
         return self._find(
-            lambda position: position.final and position.round < before and position.packed == packed
+            lambda position: position.final and position.round == round and position.packed == packed
         )
 
     def _find(self, wanted: Callable[[Position], bool]) -> tuple[Path, Position] | None:
@@ -354,16 +358,6 @@ def training_state(
             if isinstance(value := read_state(held), Tensor):
                 name = plain_name(names[id(whole_of(parameter))])
                 yield f"{own}optimizer/{name}/{key}", state_of(parameter, value)
-
-
-def _made_empty(folder: Path) -> str:
-    """Makes a folder anew; says why it cannot be made."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        return error.strerror or type(error).__name__
-    return ""
 
 
 def _why_not_written(error: CheckpointException | OSError) -> str:

@@ -89,7 +89,7 @@ class GroupExecutor:
         trainer.load(start.vector, others)
         if trainer.strategy.precision == "float16":
             trainer.scale = LossScale.kept(others)
-        checkpoints = self._checkpoints(order.job)
+        checkpoints = self._checkpoints(order)
         self._begin(trainer, checkpoints, order)
         if isinstance(trainer.job.privacy, ExampleLevel):
             return self._train_on_noise(trainer, checkpoints, order, start, digest, watch, Wishes(withdrawn))
@@ -171,22 +171,22 @@ class GroupExecutor:
         return self._deliver_privately(trainer, order, start, round_charge)
 
     def _begin(self, trainer: RankTrainer, checkpoints: Checkpoints, order: Order) -> None:
-        """Makes the optimizer: fresh, or with the state that the round before left, on whichever ranks."""
-        keep = trainer.job.algorithm.optimizer_state == "keep"
-        fresh = not (keep and 0 < self._ended < order.round)
+        """Makes the optimizer: fresh, or with the state that the counted round left, on whichever ranks."""
+        keep, counted = trainer.job.algorithm.optimizer_state == "keep", _counted_round(order)
+        fresh = not (keep and 0 < self._ended == counted)
         if fresh:
             trainer.optimizer = None
         # Until this round has ended the state is of no round's end.
         self._ended = 0
         trainer.begin(order.round)
         assert trainer.optimizer is not None
-        if keep and fresh:
-            if (newest := checkpoints.end(order.round, packed=trainer.replica.packed)) is not None:
+        if keep and fresh and counted:
+            if (newest := checkpoints.end(counted, packed=trainer.replica.packed)) is not None:
                 checkpoints.load(newest[0], trainer.replica, trainer.optimizer, trainer.outer, weights=False)
-            elif dist.get_rank() == 0 and order.round > 1:
+            elif dist.get_rank() == 0:
                 _say(
-                    f"{order.job}: round {order.round} begins with a fresh optimizer, as no checkpoint of an "
-                    "earlier round's end is here: right if this silo took part in none"
+                    f"{order.job}: round {order.round} begins with a fresh optimizer, as no checkpoint of "
+                    f"the end of round {counted} is here, the newest of this silo's that counts"
                 )
 
     def _end(self, trainer: RankTrainer, checkpoints: Checkpoints, order: Order, position: Position) -> None:
@@ -315,17 +315,18 @@ class GroupExecutor:
         # The type asks for mutable maps, but nothing writes.
         return ChainMap(*known)  # type: ignore[arg-type]
 
-    def _checkpoints(self, job: str) -> Checkpoints:
+    def _checkpoints(self, order: Order) -> Checkpoints:
         """The job's checkpoints, when what the order before was writing is written."""
         if self._saved is not None:
             self._saved.finish()
-        table = self._group.table
+        table, job = self._group.table, order.job
         folder = checkpoint_folder(self._group.folder, job)
         copies: tuple[Mirror, ...] = ()
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             copies = mirrors(table, job)
-        self._saved = Checkpoints(folder, copies, table.keep, self._group.saving, _say)
+        counted = _counted_round(order)
+        self._saved = Checkpoints(folder, copies, table.keep, self._group.saving, _say, counted)
         return self._saved
 
     def _resume(
@@ -383,6 +384,11 @@ class GroupExecutor:
 
 
 _say = partial(print, flush=True)
+
+
+def _counted_round(order: Order) -> int:
+    """The newest round of this silo's whose update is in the model; 0 for none."""
+    return 0 if order.counted is None else order.counted[0]
 
 
 def _learns(each: Tensor) -> bool:

@@ -191,16 +191,36 @@ async def test_devices_that_come_train_from_the_next_round_on(state: str, tmp_pa
     async with silo.trainer(devices) as trainer:
         for round, count in enumerate([2, 2, 3], 1):
             devices.append(count)
-            await trainer.train(silo.work(round=round, output=f"round-{round}"), watched([]))
+            work = silo.work(round=round, output=f"round-{round}", counted=round - 1 or None)
+            await trainer.train(work, watched([]))
             expected = silo.alone(round, left)
             assert torch.allclose(silo.update(f"round-{round}"), expected, atol=2e-6), round
             silo.go_on(f"round-{round}")
         assert trainer.launches == 2
         # A round that is done again starts from what the one before it left, not from its own end.
         silo.path = tmp_path / "after-round-2.safetensors"
-        await trainer.train(silo.work(round=3, output="again"), watched([]))
+        await trainer.train(silo.work(round=3, output="again", counted=2), watched([]))
     assert torch.allclose(silo.update("again"), silo.update("round-3"), atol=2e-6)
     assert bool(left) == (state == "keep")
+
+
+@pytest.mark.slow
+async def test_an_optimizer_goes_on_from_the_newest_round_that_counts(tmp_path: Path) -> None:
+    """Updates of rounds 2 to 4 are left out: each of these begins with what round 1 left, as at a silo with
+    one process; and a silo of which no round counts begins afresh."""
+    silo = Silo(tmp_path, {"algorithm": {**ALGORITHM, "optimizer_state": "keep"}})
+    left = dict[str, torch.Tensor]()
+    async with silo.trainer() as trainer:
+        await trainer.train(silo.work(output="round-1"), watched([]))
+        assert torch.allclose(silo.update("round-1"), silo.alone(1, left), atol=2e-6)
+        silo.go_on("round-1")
+        assert left
+        for round in (2, 3, 4):
+            await trainer.train(silo.work(round=round, output=f"round-{round}", counted=1), watched([]))
+            assert torch.allclose(silo.update(f"round-{round}"), silo.alone(round, dict(left)), atol=2e-6)
+            assert not torch.allclose(silo.update(f"round-{round}"), silo.alone(round), atol=1e-4)
+        await trainer.train(silo.work(round=5, output="afresh"), watched([]))
+    assert torch.allclose(silo.update("afresh"), silo.alone(5), atol=2e-6)
 
 
 @pytest.mark.slow
