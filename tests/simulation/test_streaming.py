@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,24 @@ async def test_silos_and_a_coordinator_do_the_same_and_a_silo_says_what_it_has_l
     assert [way["up"] for way in ways] == [size[14], size[13]] * 3 + [size[14]]
     # The first model comes whole; a delta has the new model's head before it.
     assert len({way["down"] - size[14 - number % 2] for number, way in enumerate(ways[1:], start=1)}) <= 2
+
+
+@pytest.mark.slow
+async def test_silos_that_begin_late_and_miss_rounds_do_the_same(tmp_path: Path) -> None:
+    """Fragments, momentum, feedback and optimizers are those of the algorithm written down plainly, over the
+    rounds that each silo took part in: birch and cedar in every second one, of all three fragments."""
+    transfer = {"up": "int4(block=64)", "down": "int4(block=64)", "feedback": "on"}
+    cohort = {"size": 2, "strategy": "round_robin"}
+    job = job_of(transfer=transfer, cohort=cohort, algorithm={"mixing": 0.25, "fragments": 3})
+    async with federation_of(tmp_path, TASK) as federation:
+        model = initial_model(job, load_task("toy.py", tmp_path))
+        async with agents(*(silo(federation, name) for name in NAMES)):
+            status, history, found = await asyncio.to_thread(run_job, federation, job, model)
+    assert status == "finished"
+    cohorts = [[NAMES.index(name) for name in record["cohort"]] for record in history]  # type: ignore[attr-defined]
+    assert all(len({*cohort}) == 2 and cohort != after for cohort, after in pairwise(cohorts)), cohorts
+    wanted = by_hand(model.vector, [0, 1, 2], cohorts, [[0, 3], [1, 4], [2]], 0.25, int4, True)
+    torch.testing.assert_close(found.vector.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 class Layers(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -39,6 +40,12 @@ class HetLora(RankedAlgorithm):
 
     Table = HetLoraTable
     keeps = "the rank that it was pruned to"
+    composition = replace(
+        RankedAlgorithm.composition,
+        weightings=frozenset({"examples"}),
+        reason="its server merges the factors of single clients, each as that client has trained them, and "
+        "weighs them by the norms of their products whatever else is said",
+    )
 
     @override
     def server(self) -> ServerAlgorithm:

@@ -226,6 +226,10 @@ def test_merged_factors_are_those_of_matrices_written_out(name: str, monkeypatch
         ({"regions": {"sum": True}}, "regions.sum"),
         ({"transfer": {"down": "int8(block=64)"}}, "transfer.down"),
         ({"algorithm": {"name": "flora", "ranks": {"silo-0": 9}}}, "silo-0 = 9"),
+        (
+            {"algorithm": {"name": "hetlora"}, "aggregation": {"weighting": "uniform"}},
+            "by the norms of their products whatever else is said; set weighting = 'examples'",
+        ),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
