@@ -200,6 +200,10 @@ def secure_summary(job: JobConfig, sent: Layout) -> str:
     )
 
 
+_FEW = 100
+"""Examples of a silo for which the summary says how coarse a mean by examples is."""
+
+
 def _precision(round: SecureRound) -> str:
     """What a silo sends, and how far off rounding leaves the mean."""
     sent = f"a silo sends {round.upload_bytes:,} bytes a round"
@@ -212,11 +216,16 @@ def _precision(round: SecureRound) -> str:
     turned = ", after a public random rotation" if round.rotation else ""
     if round.sample is not None:
         turned += f", for {round.values:,} of {round.columns:,} values, the same for all silos"
-    weights = "" if round.uniform else f" and weights of {parameters.weight_bound}"
+    weights, fewer = "" if round.uniform else f" and weights of {parameters.weight_bound}", ""
+    if not round.uniform and parameters.weight_bound > _FEW:
+        fewer = (
+            f"; {parameters.weight_bound / _FEW:,.0f} times as far where silos have {_FEW} examples each: "
+            'where they have few, set aggregation.weighting = "uniform"'
+        )
     return (
         f"{sent}: {parameters.ring_bits} bits a number{turned}, {quantiser.top:,} levels on either side of "
         f"zero; rounding puts the mean of all {parameters.n}{weights} off by at most {error:.2g} in L2 norm "
-        f"({error / parameters.clip_norm:.2g} of clip_norm)"
+        f"({error / parameters.clip_norm:.2g} of clip_norm){fewer}"
     )
 
 

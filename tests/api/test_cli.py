@@ -13,6 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from roundtable.cli.jobs.job_view import in_one_line
 from roundtable.cli.main import cli
 from roundtable.core import load_job, parse_job
 from roundtable.core.evidence.release import release
@@ -91,8 +92,17 @@ def test_check_says_what_the_job_is(roundtable: Command, job_file: Path) -> None
     said = roundtable("job", "check", job_file)
     assert said.code == 0
     assert "job.toml is valid" in said.out
+    assert "tensors that do not travel: none\n" in said.out
     found = json.loads(roundtable("job", "check", job_file, "--json", "--set", "rounds=9").out)
     assert (found["task"], found["parameters"], found["rounds"]) == ("Small", 3, 9)
+
+
+def test_check_names_of_many_tensors_the_first() -> None:
+    """An adapter's job has a frozen tensor for each layer of its base."""
+    names = [f"layer.{number}" for number in range(1200)]
+    assert in_one_line(names) == "layer.0, layer.1, layer.2 and 1,197 more (--json)"
+    assert in_one_line(names[:3]) == "layer.0, layer.1, layer.2"
+    assert in_one_line(7) == "7"
 
 
 def test_resolved_shows_every_default_and_is_itself_a_job(roundtable: Command, job_file: Path) -> None:

@@ -17,6 +17,7 @@ from roundtable.cli.jobs.job_log import job_log
 from roundtable.cli.jobs.job_privacy import job_privacy
 from roundtable.cli.jobs.job_record import record
 from roundtable.cli.jobs.job_view import (
+    in_one_line,
     loading_lines,
     measured_by_silo,
     print_detail,
@@ -77,7 +78,7 @@ def check(file: Path, overrides: dict[str, Any], as_json: bool) -> None:
         return
     say(f"{file} is valid.")
     for name, value in summary.items():
-        say(f"  {name}: {value}")
+        say(f"  {name}: {in_one_line(value)}")
 
 
 @job.command("list")

@@ -27,6 +27,9 @@ _THROUGHPUT = {
 """Figures of a round → the column's title, and how they read."""
 
 
+_FIRST = 3
+
+
 def loading_lines(task: JobTaskTable, path: Path, *, partial: bool = False) -> list[str]:
     """Three lines of Python that load a model file; `partial`: one without the frozen tensors."""
     made = f", parameters={task.parameters!r}" if task.parameters else ""
@@ -68,6 +71,14 @@ def summary_of(prepared: Prepared) -> dict[str, Any]:
         | warning
         | ({"secure aggregation": secure} if (secure := secure_summary(job, layout.sent)) else {})
     )
+
+
+def in_one_line(value: Any) -> str:
+    """A value of the summary for people: of many names the first."""
+    if not isinstance(value, list):
+        return str(value)
+    rest = f" and {len(value) - _FIRST:,} more (--json)" if len(value) > _FIRST else ""
+    return ", ".join(map(str, value[:_FIRST])) + rest or "none"
 
 
 def print_detail(detail: JobDetail) -> None:

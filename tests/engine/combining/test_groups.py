@@ -28,6 +28,7 @@ from roundtable.engine.validation.secure_feasibility import (
 )
 from roundtable.privacy import SecureMean, SecureRound, compose
 from roundtable.privacy.secagg import Least
+from roundtable.privacy.secagg.quantise import QuantisedUpdate
 
 TABLE = """
 task = "t"
@@ -237,6 +238,27 @@ def test_the_plan_says_levels_bytes_and_error(ring: int, size: int, top: int, se
     assert round.upload_bytes >= sent
     error = round.quantiser.expected_error(50, size)
     assert f"({error / 2.0:.2g} of clip_norm)" in text
+    assert "times as far" not in text
+
+
+def test_the_plan_says_how_coarse_a_mean_of_few_examples_is() -> None:
+    """The step of the ring is a share of the bound on weights, so silos of w examples are bound / w times as
+    coarse: held to sums in the ring."""
+    small = parse_job(f'task = "t"\n[cohort]\nsize = 3\n[privacy]\n{MASKED}clip_norm = 2.0')
+    assert "655 times as far where silos have 100 examples each" in secure_summary(small, FIFTY)
+    quantiser = SecureRound.of(small, 50, 3, 1).quantiser
+    vector, chance = np.linspace(-0.2, 0.2, 50), np.random.default_rng(0)
+
+    def error(weight: int) -> float:
+        """In root mean square over 40 sums of three such silos."""
+        found = []
+        for _ in range(40):
+            silos = [QuantisedUpdate(vector, weight, quantiser, rounding=chance) for _ in range(3)]
+            total = np.sum([each.block(0, 50) for each in silos], axis=0, dtype=np.uint32)
+            found.append(np.square(quantiser.decode_sum(total) / (3 * weight) - vector).sum())
+        return float(np.sqrt(np.mean(found)))
+
+    assert error(100) / error(65_536) == pytest.approx(655.36, rel=0.3)
 
 
 @pytest.mark.parametrize(
