@@ -26,7 +26,11 @@ def _fault(pattern: str, kind: str, meaning: str, source: str) -> DeviceFault:
     return DeviceFault(re.compile(pattern, re.IGNORECASE), kind, meaning, source)
 
 
-_MEMORY = "the training process ran out of memory; a smaller batch_size needs less"
+LACKING = "the training process ran out of memory; a smaller batch_size needs less"
+_CHILD = (
+    "a process that the task had started was killed, by somebody or by the kernel for want of memory; fewer "
+    "workers (num_workers) and a smaller batch_size need less"
+)
 _INDEX = (
     "an assertion failed in a kernel, as a rule for a label or index that is out of range; on the CPU, or "
     "with CUDA_LAUNCH_BLOCKING=1, the line that did it is named"
@@ -55,21 +59,41 @@ DEVICE_FAULTS = (
         "NVIDIA's Xid catalogue: 48, 63, 64, 92, 94, 95 memory, 74 NVLink, 79 off the bus, 119, 120 GSP",
     ),
     _fault(
-        r"out of memory|(can't|cannot) allocate memory|not enough memory",
+        r"out of shared memory|shared memory object .{0,300}No space left",
         "out_of_memory",
-        _MEMORY,
-        "cudaErrorMemoryAllocation (2)",
+        "shared memory for the processes that read data ran out; give more (--shm-size of a container), or "
+        "lower num_workers",
+        "torch/csrc/DataLoader.cpp, shm_open(3)",
     ),
     _fault(
-        r"(CUBLAS|CUDNN|CUSOLVER|CUFFT)_(STATUS_)?(INTERNAL_ERROR_HOST_)?ALLOC(ATION)?_FAILED",
+        r"out of memory|(can't|cannot) allocate memory|not enough memory|std::bad_alloc",
         "out_of_memory",
-        _MEMORY,
+        LACKING,
+        "cudaErrorMemoryAllocation (2), ENOMEM (12), c10's CPU allocator, C++'s [bad.alloc]",
+    ),
+    _fault(
+        r"CUDA_ERROR_OUT_OF_MEMORY|(cuda|hip)Error(MemoryAllocation|OutOfMemory)|RESOURCE_EXHAUSTED|"
+        r"OOM when allocating",
+        "out_of_memory",
+        LACKING,
+        "CUDA Driver API, CUresult (2), hipError_t (2), XLA's status codes, TensorFlow's allocator",
+    ),
+    _fault(
+        r"killed by signal: Killed|SIGKILL\(-9\)",
+        "out_of_memory",
+        _CHILD,
+        "torch/csrc/DataLoader.cpp, loky's TerminatedWorkerError",
+    ),
+    _fault(
+        r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT)_(STATUS_)?(INTERNAL_ERROR_HOST_)?ALLOC(ATION)?_FAILED",
+        "out_of_memory",
+        LACKING,
         "cublasStatus_t (3), cudnnStatus_t",
     ),
     _fault(
         r"CU(BLAS|DNN)_STATUS_NOT_INITIALIZED",
         "out_of_memory",
-        f"the library's workspace could not be made: {_MEMORY}",
+        f"the library's workspace could not be made: {LACKING}",
         "cublasStatus_t (1)",
     ),
     _fault(
@@ -108,6 +132,11 @@ DEVICE_FAULTS = (
         r"Watchdog caught collective operation timeout|NCCL", "node_failure", _NETWORK, "ProcessGroupNCCL"
     ),
 )
+
+
+def killed(status: int) -> DeviceFault | None:
+    """What the end of a process that a task had started shows: SIGKILL's status, or a shell's for it."""
+    return device_fault("SIGKILL(-9)") if status in (-9, 137) else None
 
 
 def device_fault(text: str) -> DeviceFault | None:

@@ -2,81 +2,124 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import subprocess
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
-from roundtable.client.device_faults import DeviceFault, device_fault
+from roundtable.client.device_faults import LACKING, DeviceFault, device_fault, killed
 from roundtable.core.errors import (
     MODEL_MISMATCH,
     BudgetExceeded,
     ConfigError,
     EncodingError,
     InvalidUpdate,
+    LayoutError,
     ModelMismatch,
     NoExamples,
     PrivacyError,
     ProtocolError,
     ResourceError,
     RoundtableError,
+    TaskError,
     TransferError,
 )
 from roundtable.core.plugins.doors import foreign_frames
 
 _ABOUT_CODE = (RoundtableError, ImportError, SyntaxError)
 """Exceptions whose words are ours, or name modules and lines."""
+_ABOUT_TASKS = (TaskError, ConfigError, LayoutError)
+"""Errors of ours into which goes what the task's code raised."""
+UNBEGUN = (
+    "the training process ran out of memory before a first batch, where no smaller batch_size would help; "
+    "give this silo's training more memory"
+)
 _FOLDERS = re.compile(r"(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"]+[\\/])+")
 
 
 class WorkFailed(RoundtableError):
-    """Raised where a step cannot be answered; `kind` is one of FAILURE_KINDS, `trace` stays at the silo."""
+    """Raised where a step cannot be answered; `kind` is one of FAILURE_KINDS, `trace` stays at the silo.
 
-    def __init__(self, kind: str, detail: str, trace: str = "") -> None:
+    `whole`: memory was lacking for what no smaller batch makes smaller.
+    """
+
+    def __init__(self, kind: str, detail: str, trace: str = "", *, whole: bool = False) -> None:
         super().__init__(detail)
         self.kind = kind
         self.detail = detail
         self.trace = trace
+        self.whole = whole
 
 
 @dataclass(frozen=True)
 class FailureDiagnosis:
-    """A classified error. `detail` may leave the silo: it has no path, and no message of the task's."""
+    """A classified error. `detail` may leave the silo: it has no path, and no message of the task's.
+
+    `whole` as in WorkFailed.
+    """
 
     kind: str
     detail: str
     trace: str
+    whole: bool = False
 
 
-def diagnose(error: Exception) -> FailureDiagnosis:
+def diagnose(error: Exception, *, begun: bool = True) -> FailureDiagnosis:
     """Classifies an error: its kind, a sentence that may travel, the traceback for the silo's own log.
 
     Messages of exceptions that are not ours may quote data ("could not convert 'Jane Doe' to
-    float"), so only their class and place travel, also within a message of ours.
+    float"), so only their class and place travel, also within a message of ours. `begun`: batches have been
+    worked on; memory that was lacking before is none that smaller ones would need less of.
     """
     trace = "".join(traceback.format_exception(error))
-    kind = _kind_of(error)
+    kind, fault = _kind_of(error), _fault_of(error)
     if isinstance(error, BudgetExceeded):
         # The figures follow from how many examples there are.
         return FailureDiagnosis(
             kind, "the silo's privacy budget holds no further round (its log has the figures)", trace
         )
+    if isinstance(error, WorkFailed):
+        return FailureDiagnosis(kind, _own_words(error), trace, error.whole)
+    whole = kind == "out_of_memory" and not begun
     if isinstance(error, RoundtableError):
-        return FailureDiagnosis(kind, _FOLDERS.sub("", _without_foreign_words(error)), trace)
-    fault = _fault_of(error)
-    advice = "the task's code raised an exception" if fault is None else fault.meaning
-    return FailureDiagnosis(kind, f"{advice}: {_place_of(error)} (the silo's log has the details)", trace)
+        meaning, words = "", _own_words(error)
+    else:
+        meaning = "the task's code raised an exception"
+        words = f"{_place_of(error)} (the silo's log has the details)"
+    if fault is not None:
+        meaning = UNBEGUN if whole and fault.meaning == LACKING else fault.meaning
+    return FailureDiagnosis(kind, f"{meaning}: {words}" if meaning else words, trace, whole)
+
+
+@contextmanager
+def before_batches() -> Iterator[None]:
+    """Where memory is lacking within it, raises WorkFailed that says that smaller batches would not help."""
+    try:
+        yield
+    except Exception as error:
+        found = diagnose(error, begun=False)
+        if not found.whole:
+            raise
+        raise WorkFailed(found.kind, found.detail, found.trace, whole=True) from error
+
+
+def _own_words(error: RoundtableError) -> str:
+    return _FOLDERS.sub("", _without_foreign_words(error))
 
 
 def _without_foreign_words(error: RoundtableError) -> str:
     """Its message; of exceptions that it goes back to the class alone where their words may quote data."""
-    text, cause, cut = str(error), error.__cause__, False
-    while cause is not None:
+    text, cut = str(error), False
+    for cause in islice(_chain(error), 1, None):
         said = f"{type(cause).__name__}: {cause}"
         if not isinstance(cause, _ABOUT_CODE) and said in text:
             text, cut = text.replace(said, type(cause).__name__), True
-        cause = cause.__cause__
     return f"{text} (the silo's log has the details)" if cut else text
 
 
@@ -87,6 +130,9 @@ def _kind_of(error: Exception) -> str:
         return "refused"
     if isinstance(error, InvalidUpdate):
         return "invalid_update"
+    fault = _fault_of(error)
+    if fault is not None:
+        return fault.kind
     if isinstance(error, ModelMismatch):
         return MODEL_MISMATCH
     if isinstance(error, (EncodingError, TransferError)):
@@ -95,15 +141,38 @@ def _kind_of(error: Exception) -> str:
         return "protocol_violation"
     if isinstance(error, ResourceError):
         return "node_failure"
-    fault = _fault_of(error)
-    return "task_error" if fault is None else fault.kind
+    return "task_error"
 
 
 def _fault_of(error: Exception) -> DeviceFault | None:
-    """What the error shows of memory or device; None for every other exception of the task's."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    """What the error, or one that it goes back to, shows of memory or device; None where none does.
+
+    Loading a task, making its model and opening its data wrap whatever they meet with. An error of ours that
+    is about something else, an update, a peer or a file, is what it says.
+    """
+    if isinstance(error, RoundtableError) and (
+        isinstance(error, NoExamples) or not isinstance(error, _ABOUT_TASKS)
+    ):
+        return None
+    return next((fault for each in _chain(error) if (fault := _shown_by(each)) is not None), None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it goes back to, as a traceback shows it."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _shown_by(error: BaseException) -> DeviceFault | None:
+    lacking = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if lacking or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return device_fault("out of memory")
-    return device_fault(str(error)) if isinstance(error, RuntimeError) else None
+    if isinstance(error, subprocess.CalledProcessError):
+        return killed(error.returncode)
+    return device_fault(str(error)) if isinstance(error, (RuntimeError, ImportError)) else None
 
 
 def _place_of(error: Exception) -> str:

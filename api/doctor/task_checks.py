@@ -14,7 +14,7 @@ from roundtable.client.agent.state_lock import locked
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.worker.executor import choose_device
-from roundtable.client.worker.rehearsal import ACTS, Rehearsed
+from roundtable.client.worker.rehearsal import ACTS, BATCHES, Rehearsed
 from roundtable.client.worker.rehearsals import Rehearsal, jobs_to_rehearse, rehearse_task
 from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.config import JobConfig
@@ -96,7 +96,7 @@ def _failed(config: AgentConfig, name: str, job: JobConfig, tried: Rehearsal, fa
     said = (failure.trace.strip().splitlines() or [""])[-1].strip()
     detail = f"{failure.detail}; {said}" if said and said not in failure.detail else failure.detail
     message = f"{name}: the silo cannot {tried.act}: {detail}"
-    if failure.kind == "out_of_memory" and tried.act in ACTS[3:]:
+    if failure.kind == "out_of_memory" and tried.act in BATCHES:
         parts = f"rounds would take batches of {job.algorithm.batch_size} in parts, where the job allows it"
         return Check(
             "rehearsal", "warn", f"{message}; {parts}", "raise [policy] max_memory or max_gpu_memory"

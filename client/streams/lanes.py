@@ -10,25 +10,33 @@ of it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import torch
 
+from roundtable.client.streams.shard_marks import ShardMark
 from roundtable.client.streams.tar_records import Record
 from roundtable.client.streams.tar_shards import TarShards
 from roundtable.core.errors import NoExamples, TaskError
 from roundtable.core.seeds import derive_seed, torch_generator
 
+MOST_MARKS = 2
+
+log = logging.getLogger("roundtable.worker")
+
 
 @dataclass(frozen=True)
 class LanePlace:
     """Where a lane's buffer begins: `shard` counts along the endless row, `offset` in bytes of its tar
-    stream."""
+    stream. `marks` are what this shard and the lane's next ones were known by when the buffer was filled:
+    of `MOST_MARKS` at most, and of none that nothing was read of."""
 
     shard: int
     offset: int
+    marks: tuple[ShardMark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class Lane:
         self._buffer: list[Record | None] = []
         self._order: list[int] = []
         self._wanted: list[bool] = []
+        self._met: dict[int, ShardMark] = {}
         self._records = self._read(place)
         self._next = place
 
@@ -99,15 +108,22 @@ class Lane:
             shard, record = next(self._records)
             self._buffer.append(record if record.sample is not None else None)
         step = self._source.lanes
-        self._next = LanePlace(shard + step, 0) if record.end is None else LanePlace(shard, record.end)
+        held = range(self.place.shard, shard + 1, step)[:MOST_MARKS]
+        self.place = replace(self.place, marks=tuple(self._met[each] for each in held))
+        self._met = {shard: self._met[shard]}
+        if record.end is None:
+            self._next = LanePlace(shard + step, 0)
+        else:
+            self._next = LanePlace(shard, record.end, (self._met[shard],))
 
     def _read(self, place: LanePlace) -> Generator[tuple[int, Record], None, None]:
-        shard, offset = place.shard, place.offset
+        shard, offset, before = place.shard, place.offset, list(place.marks)
         empty: set[int] = set()
         while True:
             actual = shard_at(self._seed, len(self._source.urls), shard)
             record = None
-            for record in self._source.records(actual, offset, lambda: self._wanted.pop()):
+            meet = partial(self._meet, shard, actual, before.pop(0) if before else None)
+            for record in self._source.records(actual, offset, lambda: self._wanted.pop(), meet):
                 yield shard, record
             if record is None and offset:
                 raise TaskError(
@@ -119,6 +135,25 @@ class Lane:
                 if len(empty) == len(self._source.urls):
                     raise NoExamples(f"the {len(empty)} shards of the training data hold no record")
             shard, offset = shard + self._source.lanes, 0
+
+    def _meet(self, place: int, shard: int, before: ShardMark | None, now: ShardMark) -> None:
+        """Compares a shard that was read in part with the file that is there now."""
+        self._met[place] = now
+        if before is None:
+            return
+        if before.other_size(now):
+            raise TaskError(
+                f"has changed: it has {now.size:,} bytes, and had {before.size:,} when a part of it was "
+                "read; bring that file back, and keep shards as they are while a job runs"
+            )
+        if before.written_again(now):
+            log.warning(
+                "shard %d of %d of the training data, %s, was written again since a part of it was read: the "
+                "job goes on in what it holds now",
+                shard + 1,
+                len(self._source.urls),
+                self._source.urls[shard],
+            )
 
 
 def shard_at(seed: StreamSeed, count: int, place: int) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 
 from roundtable.client.streams.kept_position import DAMAGED, Position, is_count
 from roundtable.client.streams.lane_feeds import LaneFeed, LaneStart, WorkerFeed
-from roundtable.client.streams.lanes import LanePlace, StreamSeed
+from roundtable.client.streams.lanes import MOST_MARKS, LanePlace, StreamSeed
 from roundtable.client.streams.random_state import DataRandomness
+from roundtable.client.streams.shard_marks import ShardMark
 from roundtable.client.streams.shares import WHOLE, ReadingShare
 from roundtable.client.streams.tar_shards import TarShards
 from roundtable.client.streams.workers import Workers
@@ -80,7 +81,7 @@ class ShardReader:
         return self._last[0]
 
     def position(self) -> Position:
-        lanes = {str(lane): [place.shard, place.offset] for lane, place in self._places.items()}
+        lanes = {str(lane): _plain(place) for lane, place in self._places.items()}
         return {"shards": self._source.definition, "taken": self._taken, "lanes": lanes}
 
     def close(self) -> None:
@@ -99,6 +100,10 @@ def merged(positions: Iterable[Position]) -> Position:
         lanes = {**whole.get("lanes", {}), **position.get("lanes", {})}
         whole = {**position, "lanes": lanes} if lanes else position
     return whole
+
+
+def _plain(place: LanePlace) -> list[Any]:
+    return [place.shard, place.offset, *(mark.plain for mark in place.marks)]
 
 
 def _lanes_of(share: ReadingShare, lanes: int) -> range:
@@ -137,9 +142,10 @@ def _checked(source: TarShards, position: Position | None) -> tuple[int, list[La
     places = []
     for lane in range(source.lanes):
         place = lanes[str(lane)]
-        if not (isinstance(place, list) and len(place) == 2 and all(map(is_count, place))):
+        if not (isinstance(place, list) and len(place) >= 2 and all(map(is_count, place[:2]))):
             raise EncodingError(DAMAGED)
         if place[0] % source.lanes != lane or place[1] % 512:
             raise EncodingError(DAMAGED)
-        places.append(LanePlace(*place))
+        marks = tuple(ShardMark.from_plain(each, DAMAGED) for each in place[2 : 2 + MOST_MARKS])
+        places.append(LanePlace(place[0], place[1], marks))
     return taken, places

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import override
 
 from roundtable.client.streams.shard_lists import shard_list
+from roundtable.client.streams.shard_marks import ShardMark
 from roundtable.client.streams.tar_records import NOT_A_TAR, DamagedShard, Record, read_records
 from roundtable.core.errors import TaskError
 from roundtable.core.extras import load, missing
@@ -81,13 +82,21 @@ class TarShards(IterableDataset[Any]):
         text = json.dumps([names, self.lanes, self.block])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def records(self, shard: int, start: int, wanted: Callable[[], bool]) -> Iterator[Record]:
+    def records(
+        self,
+        shard: int,
+        start: int,
+        wanted: Callable[[], bool],
+        meet: Callable[[ShardMark], None] | None = None,
+    ) -> Iterator[Record]:
         """Reads a shard's records from byte `start` on, those that are `wanted` with their bytes.
+
+        `meet` is told which file it is, before anything is read, and may raise.
 
         Raises TaskError, without names of files, for a shard that is missing, damaged or out of reach: what
         is told here may leave the silo. Notes for the silo's own log say more.
         """
-        with self._named(shard), self._opened(shard) as file:
+        with self._named(shard), self._opened(shard, meet) as file:
             yield from read_records(file, start, wanted, self._most)
 
     def decoded(self, record: Record) -> Any:
@@ -101,7 +110,7 @@ class TarShards(IterableDataset[Any]):
             raise
 
     @contextmanager
-    def _opened(self, shard: int) -> Iterator[IO[bytes]]:
+    def _opened(self, shard: int, meet: Callable[[ShardMark], None] | None) -> Iterator[IO[bytes]]:
         url = self.urls[shard]
         plain = url.partition("?")[0].lower()
         compression = "gzip" if plain.endswith(_TGZ) else "infer"
@@ -115,6 +124,8 @@ class TarShards(IterableDataset[Any]):
             protocol = url.partition("://")[0]
             raise TaskError(f"has an address that fsspec does not read ({protocol!r}): {error}") from error
         with handle as file:
+            if meet is not None:
+                meet(ShardMark.of(url, handle))
             yield file
 
     @contextmanager

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from roundtable.client.failures import diagnose
 from roundtable.core.errors import NoExamples, RoundtableError, TaskError
 from roundtable.core.plugins.doors import foreign_frames
 from roundtable.core.plugins.folder_imports import FilesFirst
@@ -49,11 +50,15 @@ class Workers:
 
 @dataclass(frozen=True)
 class _Problem:
-    """An error of a worker: what of it may leave the silo, and its traceback for the silo's log."""
+    """An error of a worker: what of it may leave the silo, and its traceback for the silo's log.
+
+    `starved`: it was for want of memory.
+    """
 
     empty: bool
     words: str
     trace: str
+    starved: bool = False
 
 
 class _Guarded(IterableDataset[Any]):
@@ -71,12 +76,16 @@ class _Guarded(IterableDataset[Any]):
         try:
             yield from self._dataset
         except RoundtableError as error:
-            yield _Problem(isinstance(error, NoExamples), str(error), traceback.format_exc())
+            starved = diagnose(error).kind == "out_of_memory"
+            yield _Problem(isinstance(error, NoExamples), str(error), traceback.format_exc(), starved)
         except Exception as error:  # noqa: BLE001 - a task is foreign code
             frames = foreign_frames(error)
             place = f" in {frames[-1].place}()" if frames else ""
             words = f"the task's code raised {type(error).__name__}{place} while it read the training data"
-            yield _Problem(False, f"{words} (the silo's log has the details)", traceback.format_exc())
+            starved = diagnose(error).kind == "out_of_memory"
+            yield _Problem(
+                False, f"{words} (the silo's log has the details)", traceback.format_exc(), starved
+            )
 
 
 def _guarded(first: FilesFirst, dataset: Iterable[Any]) -> _Guarded:
@@ -89,7 +98,8 @@ def _told(items: Iterable[Any]) -> Iterator[Any]:
         if isinstance(item, _Problem):
             error = NoExamples(item.words) if item.empty else TaskError(item.words)
             error.add_note(item.trace)
-            raise error
+            # The exception itself stays in the worker: torch would put its words into the message.
+            raise error from (MemoryError() if item.starved else None)
         yield item
 
 

@@ -36,6 +36,8 @@ ACTS = (
     "evaluate one batch",
 )
 """What is tried, in this order."""
+BATCHES = ACTS[3:]
+"""Those that work on batches."""
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TextIO
 
 from roundtable.client.failures import diagnose
 from roundtable.client.training.local_work import Stopped
 from roundtable.client.worker.executor import Executor, Settings
-from roundtable.client.worker.rehearsal import ACTS, rehearse
+from roundtable.client.worker.rehearsal import ACTS, BATCHES, rehearse
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.machine.process_facts import die_with_parent, held_memory
 
@@ -73,48 +74,71 @@ def main() -> None:
         _serve(executor, commands.orders.get(), commands, answers)
 
 
-def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, answers: TextIO) -> None:
-    order = Order.of(command["order"])
-    reported = 0.0
+class _Order:
+    """What the agent is told while an order is worked on; `begun` is whether batches are by now."""
 
-    def progress(done: int, total: int, loss: float) -> None:
-        nonlocal reported
+    def __init__(self, number: int, commands: _Commands, answers: TextIO) -> None:
+        self.begun = False
+        self._number = number
+        self._commands = commands
+        self._answers = answers
+        self._reported = 0.0
+
+    def progress(self, done: int, total: int, loss: float) -> None:
         now = time.monotonic()
-        if now - reported >= _PROGRESS_SECONDS:
-            reported = now
-            _say(answers, {"progress": [done, total, loss if math.isfinite(loss) else None]})
+        if now - self._reported >= _PROGRESS_SECONDS:
+            self._reported = now
+            self._say({"progress": [done, total, loss if math.isfinite(loss) else None]})
 
-    def before_batch() -> None:
-        if commands.withdrawn == command["number"]:
+    def before_batch(self) -> None:
+        """Raises Stopped once the order is withdrawn."""
+        if not self.begun:
+            self.begun = True
+            self._say({"begun": True})
+        if self._commands.withdrawn == self._number:
             raise Stopped
 
-    def trouble(kind: str, detail: str, action: str) -> None:
-        _say(answers, {"trouble": [kind, detail, action]})
+    def trouble(self, kind: str, detail: str, action: str) -> None:
+        self._say({"trouble": [kind, detail, action]})
 
-    def begins(act: int) -> None:
-        _say(answers, {"progress": [act, len(ACTS), None]})
+    def begins(self, act: int) -> None:
+        """One of ACTS."""
+        if ACTS[act] in BATCHES:
+            self.before_batch()
+        self._say({"progress": [act, len(ACTS), None]})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        _say(self._answers, message)
+
+
+def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, answers: TextIO) -> None:
+    order, told = Order.of(command["order"]), _Order(command["number"], commands, answers)
 
     def work() -> dict[str, Any]:
         if command["do"] == "rehearse":
-            return {"rehearsed": asdict(rehearse(executor.settings, order, executor.device, begins))}
+            tried = rehearse(executor.settings, order, executor.device, told.begins)
+            return {"rehearsed": asdict(tried)}
         if command["do"] == "train":
-            return {"trained": asdict(executor.train(order, progress, before_batch, trouble))}
-        return {"evaluated": executor.evaluate(order, before_batch)}
+            return {"trained": asdict(executor.train(order, told.progress, told.before_batch, told.trouble))}
+        return {"evaluated": executor.evaluate(order, told.before_batch)}
 
     try:
-        result = _attempt(answers, work)
+        result = _attempt(answers, work, lambda: told.begun)
     except Stopped:
         result = {"stopped": True}
     if result is not None:
         _say(answers, result)
 
 
-def _attempt(answers: TextIO, work: Any) -> Any:
-    """Does an order and returns the result; reports whatever the task raises, and returns None then."""
+def _attempt(answers: TextIO, work: Any, begun: Callable[[], bool] = lambda: False) -> Any:
+    """Does an order and returns the result; reports whatever the task raises, and returns None then.
+
+    `begun`: whether batches have been worked on.
+    """
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - a task may raise anything, and the agent must hear of it
-        diagnosis = diagnose(error)
+        diagnosis = diagnose(error, begun=begun())
         # Memory stays fragmented and a CUDA context broken: the next order gets a fresh process.
         leaving = diagnosis.kind in _FATAL
         _say(answers, {"failed": asdict(diagnosis), "leaving": leaving})
@@ -134,7 +158,7 @@ def _watch_memory(most: int, answers: TextIO) -> None:
                 f"the training process holds {held >> 20} MiB, and this silo allows {most >> 20} MiB "
                 "([policy] max_memory); a smaller batch_size needs less"
             )
-            failed = {"kind": "out_of_memory", "detail": detail, "trace": ""}
+            failed = {"kind": "out_of_memory", "detail": detail, "trace": "", "whole": False}
             _say(answers, {"failed": failed, "leaving": True})
             os._exit(1)
         time.sleep(_MEMORY_SECONDS)

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from roundtable.client.failures import WorkFailed
+from roundtable.client.failures import UNBEGUN, WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.gpus import shown_gpus
 from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, its_turn
@@ -25,7 +25,7 @@ from roundtable.client.worker.rehearsal import Rehearsed
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.foundation.base_model import BASES
 from roundtable.core.identity.certificates import SECRET_VARIABLES
-from roundtable.core.machine.process_facts import proc_text
+from roundtable.core.machine.process_facts import memory_kills
 from roundtable.core.observability.logs import shareable
 from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.observability.transfer_figures import Writing
@@ -110,7 +110,7 @@ class WorkerTrainer:
             except WorkFailed as failure:
                 if failure.kind != "out_of_memory":
                     raise self._not_in_parts(key, first, failure) if first else failure from None
-                if halvings >= self._most_halvings(verb, work):
+                if failure.whole or halvings >= self._most_halvings(verb, work):
                     raise
                 first = failure
                 self._halvings[key] = halvings + 1
@@ -194,7 +194,8 @@ class _Child:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._number = 0
-        self._kills_before = _oom_kills()
+        self._begun = False
+        self._kills_before = memory_kills()
         self._output: deque[str] = deque(maxlen=20)
         self._doing: dict[str, Any] = {}
         self._listener = asyncio.create_task(self._listen())
@@ -243,6 +244,7 @@ class _Child:
         Cancelled, it asks the process to stop and kills it if it does not within a few seconds.
         """
         self._number += 1
+        self._begun = False
         names = ("job", "round", "attempt", "phase")
         self._doing = {name: getattr(order, name) for name in names} if verb in ("train", "evaluate") else {}
         self._write({"do": verb, "number": self._number, "order": asdict(order)})
@@ -278,14 +280,16 @@ class _Child:
             elif "failed" in message:
                 failure = message["failed"]
                 self._leaving = message["leaving"]
-                raise WorkFailed(failure["kind"], failure["detail"], failure["trace"])
+                raise WorkFailed(failure["kind"], failure["detail"], failure["trace"], whole=failure["whole"])
+            elif "begun" in message:
+                self._begun = True
             elif "ready" in message:
                 _log.debug("the training process is ready on %s", message["ready"])
             else:
                 return message
         code = await self._process.wait()
         await self._listener
-        raise _post_mortem(code, self._kills_before, list(self._output))
+        raise _post_mortem(code, self._kills_before, list(self._output), begun=self._begun)
 
     async def _withdraw(self) -> None:
         self._write({"do": "stop", "number": self._number})
@@ -334,23 +338,33 @@ def order_of_work(work: StepWork) -> Order:
     )
 
 
-def _post_mortem(code: int, kills_before: int | None, output: list[str]) -> WorkFailed:
-    """The failure to report for a process that ended, by its status and the kernel's out-of-memory kills."""
+def _post_mortem(code: int, kills_before: int | None, output: list[str], *, begun: bool = True) -> WorkFailed:
+    """The failure to report for a process that ended, by its status and the kernel's out-of-memory kills.
+
+    `begun`: it had worked on batches.
+    """
     trace = "\n".join(output)
+    remedy = "a smaller batch_size needs less" if begun else UNBEGUN
     if code >= 0:
         return WorkFailed("node_failure", f"the training process ended with status {code}", trace)
     name = signal.Signals(-code).name
     if name == "SIGKILL":
-        kills = _oom_kills()
+        kills = memory_kills()
         if kills is None or kills_before is None:
-            guess = "most likely by the system for want of memory; a smaller batch_size needs less"
-            return WorkFailed("out_of_memory", f"the training process was killed (SIGKILL), {guess}", trace)
+            guess = f"most likely by the system for want of memory; {remedy}"
+            return WorkFailed(
+                "out_of_memory",
+                f"the training process was killed (SIGKILL), {guess}",
+                trace,
+                whole=not begun,
+            )
         if kills > kills_before:
             return WorkFailed(
                 "out_of_memory",
                 "the system killed the training process for want of memory (its counter of such kills rose "
-                f"from {kills_before} to {kills}); a smaller batch_size needs less",
+                f"from {kills_before} to {kills}); {remedy}",
                 trace,
+                whole=not begun,
             )
         return WorkFailed(
             "node_failure",
@@ -361,11 +375,3 @@ def _post_mortem(code: int, kills_before: int | None, output: list[str]) -> Work
     if name in _CRASHES:
         return WorkFailed("task_error", f"the training process crashed ({name})", trace)
     return WorkFailed("node_failure", f"the training process was ended by {name}", trace)
-
-
-def _oom_kills() -> int | None:
-    """How many processes this machine's kernel has killed for want of memory; None if it does not say."""
-    counts = [
-        int(line.split()[1]) for line in proc_text("vmstat").splitlines() if line.startswith("oom_kill ")
-    ]
-    return counts[0] if counts else None

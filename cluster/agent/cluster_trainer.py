@@ -48,6 +48,7 @@ _DONE = {
     "next plan) and started the ranks again",
     "gpu_error": "left the device out and started the ranks again",
 }
+_AGAIN = "started the ranks again"
 _STOP_SECONDS = 5.0
 _START_SECONDS = 300.0
 _LINE_LIMIT = 16 << 20
@@ -193,14 +194,13 @@ class ClusterTrainer:
                 except RanksLost as lost:
                     failures.append(await self._learn(lost, attempt))
                     if attempt < self._table.restarts:
-                        last = failures[-1]
-                        work.trouble(last.kind, last.detail, self._done_about(last.kind))
+                        work.trouble(failures[-1].kind, failures[-1].detail, self._done_after(failures[-1]))
             raise given_up(failures)
 
-    def _done_about(self, kind: str) -> str:
-        if kind == "gpu_error" and self._table.launch == "external":
+    def _done_after(self, report: Report) -> str:
+        if report.kind == "gpu_error" and self._table.launch == "external":
             return "wait for the scheduler to start the ranks again; its node is to be taken out there"
-        return _DONE.get(kind, "started the ranks again")
+        return _AGAIN if report.whole else _DONE.get(report.kind, _AGAIN)
 
     async def _new_job(self, job: str) -> None:
         if self._table.launch == "torchrun":

@@ -82,7 +82,11 @@ def cause_of(reports: list[Report], group: RankGroup | None, lost: RanksLost, ti
         return first or _unreported(f"{lost}")
     told = {report.rank for report in reports}
     if group.first is not None and group.first not in told:
-        return replace(_unreported(group.how_it_ended()), rank=group.first)
+        ended = replace(_unreported(group.how_it_ended()), rank=group.first)
+        if not group.starved:
+            return ended
+        starved = f"{ended.detail}; {group.starved}"
+        return replace(ended, kind="out_of_memory", detail=starved, whole=not group.in_parts)
     if first is None:
         return _unreported(f"{lost}; {group.last_failure()}")
     return replace(first, rank=-1, detail=f"{first.detail}{_silent(group.ranks, told, timeout)}")
@@ -96,7 +100,7 @@ def advise(folder: Path, cause: Report, devices: Sequence[int]) -> None:
     if cause.kind not in AGAIN:
         raise WorkFailed(cause.kind, cause.detail, cause.trace)
     advice = Advice.read(folder)
-    if cause.kind == "out_of_memory":
+    if cause.kind == "out_of_memory" and not cause.whole:
         advice.halvings += 1
         _log.warning("cluster: the micro-batch is halved, or at one example another plan made")
     elif cause.kind == "gpu_error" and devices:

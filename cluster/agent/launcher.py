@@ -74,6 +74,7 @@ class Launcher:
             lambda: self._end(forker, number),
             lambda: forker.printed.error or forker.printed.last,
             range(first := int((replica or {}).get(FIRST_RANK, "0")), first + len(devices)),
+            in_parts=resources.device == "cpu",
         )
         forker.groups[number] = group
         # Bound here, so that nobody else can take the port before the first rank listens.

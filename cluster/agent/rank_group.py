@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from roundtable.client.device_faults import DeviceFault, device_fault
+from roundtable.core.machine.process_facts import memory_kills
 from roundtable.core.machine.stop_signals import KILL
 
 _log = logging.getLogger("roundtable.agent")
@@ -72,15 +73,21 @@ class RankGroup:
         end: Callable[[], None],
         why_none: Callable[[], str],
         ranks: range = range(1),
+        *,
+        in_parts: bool = False,
     ) -> None:
         """`output` is the descriptor to read what they print from, which this owns; `end` has them ended.
 
         `why_none` says what is known of it where the process that they are forked from is gone; `ranks` are
-        their numbers among all of the silo.
+        their numbers among all of the silo. `in_parts`: they train in main memory, and need less of it with
+        smaller parts of a batch.
         """
         self.number = number
         self.ranks = ranks
         self.first: int | None = None
+        self.in_parts = in_parts
+        self.starved = ""
+        self._kills_before = memory_kills()
         self._end = end
         self._why_none = why_none
         self._over = asyncio.Event()
@@ -136,6 +143,12 @@ class RankGroup:
             self.first = self.ranks.start + rank
             ended = f"was ended by {_signal(-status)}" if status < 0 else f"ended with status {status}"
             self._how = f"rank {self.first} {ended}"
+            kills = memory_kills()
+            if -status == KILL and None not in (kills, self._kills_before) and kills != self._kills_before:
+                self.starved = (
+                    "the kernel's count of processes that it has ended for want of memory rose from "
+                    f"{self._kills_before} to {kills}"
+                )
         self._over.set()
 
     def lost(self, why: str) -> None:

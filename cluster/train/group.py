@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roundtable.client.durable_files import digest_of
+from roundtable.client.failures import before_batches
 from roundtable.client.streams.kept_position import NAME, kept_position, position_tensor
 from roundtable.client.trainer import TrainedUpdate
 from roundtable.client.training.batches import count_examples
@@ -241,25 +242,29 @@ class GroupExecutor:
 
     def _set_up(self, order: Order, start: Model) -> RankTrainer:
         group, job = self._group, job_from_json(order.config)
-        task = load_task(order.task, Path(group.settings.folder), parameters=job.task.parameters)
-        if isinstance(task, ArrayTask):
-            raise TaskError(f"{type(task).__name__} is an ArrayTask: a cluster spreads PyTorch modules only")
-        options = group.settings.data_of.get(order.task, group.settings.data)
-        self._pretrained = None
-        self._site = Site(group.settings.client, options=options, standardise=job.standardise)
-        self._task = task
-        self._data = split_data(task, self._site)
-        task = in_context(task, self._context(order, job))
-        strategy, split = plan_together(
-            task,
-            job,
-            self._data[0],
-            group.table,
-            group.resources,
-            group.links,
-            group.folder,
-            group.control,
-        )
+        # What is lacking in here is main memory, which no smaller micro-batch needs less of.
+        with before_batches():
+            task = load_task(order.task, Path(group.settings.folder), parameters=job.task.parameters)
+            if isinstance(task, ArrayTask):
+                raise TaskError(
+                    f"{type(task).__name__} is an ArrayTask: a cluster spreads PyTorch modules only"
+                )
+            options = group.settings.data_of.get(order.task, group.settings.data)
+            self._pretrained = None
+            self._site = Site(group.settings.client, options=options, standardise=job.standardise)
+            self._task = task
+            self._data = split_data(task, self._site)
+            task = in_context(task, self._context(order, job))
+            strategy, split = plan_together(
+                task,
+                job,
+                self._data[0],
+                group.table,
+                group.resources,
+                group.links,
+                group.folder,
+                group.control,
+            )
         if self.peers is not None:
             check_replicas(task, job, self._data[0], strategy.precision, strategy.optimizer_bits)
         meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)

@@ -26,13 +26,14 @@ SOCKET, ADVICE, REPORTS = "agent.sock", "advice.json", "reports"
 
 @dataclass(frozen=True)
 class Report:
-    """Why a rank ended. `at` is the time of the failure in seconds since the epoch."""
+    """Why a rank ended. `at` is the time of the failure in seconds since the epoch, `whole` WorkFailed's."""
 
     rank: int
     kind: str
     detail: str
     trace: str
     at: float
+    whole: bool = False
 
 
 @dataclass
@@ -101,7 +102,12 @@ def leave_report(folder: Path, rank: int, error: Exception) -> None:
     """Writes a report of the error that ends this rank, for the agent to take."""
     diagnosis = diagnose(error)
     report = Report(
-        rank=rank, kind=diagnosis.kind, detail=diagnosis.detail, trace=diagnosis.trace, at=time.time()
+        rank=rank,
+        kind=diagnosis.kind,
+        detail=diagnosis.detail,
+        trace=diagnosis.trace,
+        at=time.time(),
+        whole=diagnosis.whole,
     )
     reports = folder / REPORTS
     reports.mkdir(parents=True, exist_ok=True)

@@ -85,6 +85,12 @@ def peak_memory() -> int | None:
     return int(RESOURCE.getrusage(RESOURCE.RUSAGE_SELF).ru_maxrss) * unit
 
 
+def memory_kills() -> int | None:
+    """How many processes this machine's kernel has killed for want of memory; None if it does not say."""
+    counts = [line.split()[1] for line in proc_text("vmstat").splitlines() if line.startswith("oom_kill ")]
+    return int(counts[0]) if counts else None
+
+
 def proc_text(name: str) -> str:
     """A file under /proc; empty where there is none, or of a process that has just ended."""
     try:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cluster_silo import Silo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from roundtable.client.failures import WorkFailed
 from roundtable.client.training.batches import Batch
 from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.micro_batches import CannotSplit, check_splittable, parts
+from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core import JobConfig, Layout
 from roundtable.core.privacy_table import privacy_from
 from roundtable.core.task import Site, Task
@@ -139,6 +144,22 @@ async def test_an_agent_short_of_memory_trains_in_parts_and_remembers(silo) -> N
         silo.play("memory")
         failure = await until_done(silo, 4)
         assert (failure.kind, len(troubles(silo))) == ("out_of_memory", 5)
+
+
+async def test_a_model_that_memory_does_not_hold_is_tried_once(tmp_path: Path) -> None:
+    """Half a batch would make the same model."""
+    silo, told = Silo(tmp_path), list[str]()
+    path = tmp_path / "toy.py"
+    path.write_text(
+        path.read_text().replace("def model(self):", "def model(self):\n        raise MemoryError")
+    )
+    trainer = WorkerTrainer(silo.config, "alder", silo.config.state / "jobs")
+    work = replace(silo.work(), trouble=lambda kind, detail, action: told.append(kind))
+    with pytest.raises(WorkFailed, match=r"before a first batch.*MemoryError in toy\.py") as failed:
+        await trainer.train(work, lambda *seen: None)
+    await trainer.close()
+    assert failed.value.kind == "out_of_memory"
+    assert told == []
 
 
 async def test_where_parts_are_another_training_it_says_so_and_tries_no_more(silo) -> None:

@@ -27,6 +27,7 @@ from roundtable.client.streams.kept_position import NAME, kept_position, positio
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.streams.readers import make_reader
 from roundtable.client.streams.shard_lists import shard_list
+from roundtable.client.streams.shard_marks import ShardMark
 from roundtable.client.streams.shard_reader import merged
 from roundtable.client.streams.shares import ReadingShare
 from roundtable.client.streams.tar_shards import TarShards
@@ -161,8 +162,8 @@ def test_going_on_reads_no_byte_of_what_was_taken(tmp_path: Path) -> None:
     read: list[str] = []
 
     class Watched(TarShards):
-        def records(self, shard: int, start: int, wanted: Any) -> Any:
-            for record in super().records(shard, start, wanted):
+        def records(self, shard: int, start: int, wanted: Any, meet: Any = None) -> Any:
+            for record in super().records(shard, start, wanted, meet):
                 read.extend([record.name] if record.sample is not None else [])
                 yield record
 
@@ -475,7 +476,14 @@ def test_positions_of_other_data_are_refused(tmp_path: Path) -> None:
     for other in (TarShards(moved, record_id, shuffle=3), TarShards(moved[:1], record_id), Numbers()):
         with pytest.raises(TaskError, match="position is kept"):
             make_reader(other, SEED, position)
-    for wrong in ({"taken": -1}, {"lanes": {}}, {"lanes": {"0": [0, 0], "1": [0, 0]}}, {"taken": True}):
+    odd = [{"0": [0, 0, mark], "1": [1, 0]} for mark in ([1, "a"], [-1, "a", "b"], ["1", "a", "b"], "abc")]
+    for wrong in (
+        {"taken": -1},
+        {"lanes": {}},
+        {"lanes": {"0": [0, 0], "1": [0, 0]}},
+        {"taken": True},
+        *({"lanes": lanes} for lanes in odd),
+    ):
         with pytest.raises(EncodingError, match="position in the training data is damaged"):
             make_reader(source, SEED, {**position, **wrong})
     for tensor in (torch.zeros(3), torch.tensor([1], dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)):
@@ -490,6 +498,64 @@ def test_shards_that_shrink_under_a_job_are_noticed(tmp_path: Path) -> None:
     write_shards(tmp_path, [3])
     with pytest.raises(TaskError, match=r"is damaged|has changed"):
         make_reader(TarShards(paths, record_id, shuffle=4), SEED, reader.position()).take(1)
+
+
+def test_a_shard_that_is_another_file_by_now_is_refused_or_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the same bounds of records nothing else would notice: in a shard's middle, and at its beginning
+    while records of it are held; not where nothing of it was read, nor where the same file lies elsewhere."""
+    members = [(f"r{number}.id", b"%d" % number) for number in range(20)]
+    members = [each for name, body in members for each in ((name, body), (name[:-2] + "y.txt", b"label"))]
+    for taken, shuffle in ((14, 4), (2, 8)):
+        path = write_tar(tmp_path / "s.tar", members)
+        source = TarShards([path], record_id, shuffle=shuffle)
+        reader = make_reader(source, SEED, None)
+        before = make_reader(source, SEED, reader.position())
+        reader.take(taken)
+        position = json.loads(json.dumps(reader.position()))
+        # As it is, or with another time of its own at another place.
+        (tmp_path / "moved").mkdir()
+        moved = write_tar(tmp_path / "moved" / "s.tar", members)
+        os.utime(moved, (1, 1))
+        expected = make_reader(source, SEED, position).take(5)
+        assert make_reader(TarShards([moved], record_id, shuffle=shuffle), SEED, position).take(5) == expected
+        assert not caplog.records
+        # Other contents in the same bounds.
+        write_tar(path, [(name, b"9" * len(body) if name.endswith("id") else body) for name, body in members])
+        os.utime(path, (2, 2))
+        before.take(1)
+        assert not caplog.records, "nothing of it had been read"
+        changed = make_reader(source, SEED, position)
+        assert set(changed.take(2)) <= {9, 99}
+        assert [str(path) in record.getMessage() for record in caplog.records] == [True]
+        again = make_reader(source, SEED, changed.position())
+        again.take(1)
+        assert len(caplog.records) == 1, "once"
+        caplog.clear()
+        # More behind the end.
+        write_tar(path, [*members, ("more.id", b"1"), ("more.y.txt", b"label" * 4000)])
+        with pytest.raises(
+            TaskError, match="shard 1 of 1 of the training data has changed: it has"
+        ) as caught:
+            make_reader(source, SEED, position).take(1)
+        assert str(tmp_path) not in str(caught.value)
+        moved.unlink()
+        moved.parent.rmdir()
+
+
+def test_what_file_systems_say_of_a_shard_is_what_it_is_known_by() -> None:
+    def mark(url: str, **told: Any) -> ShardMark:
+        file = SimpleNamespace(details=told)
+        return ShardMark.of(url, SimpleNamespace(fobjects=[file]))
+
+    one = mark("https://host/a.tar?signed=monday", size=5, ETag="x")
+    assert one == mark("https://host/a.tar?signed=friday", size=5, ETag="x", LastModified="later")
+    assert one.written_again(mark("https://host/a.tar", size=5, ETag="y"))
+    assert not one.written_again(mark("s3://bucket/a.tar", size=5, ETag="y"))
+    assert one.other_size(mark("s3://bucket/a.tar", size=6))
+    silent = mark("https://host/a.tar", size=None)
+    assert not any((silent.other_size(one), one.other_size(silent), silent.written_again(one)))
 
 
 @pytest.mark.parametrize("wrong", [{"shuffle": -1}, {"lanes": 0}, {"lanes": True}, {"most_bytes": "9"}])

@@ -190,8 +190,11 @@ async def test_a_signal_stops_the_agent_cleanly(silo, number: signal.Signals, st
     [(3, 4, "out_of_memory"), (3, 3, "node_failure"), (None, None, "out_of_memory")],
 )
 def test_a_kill_is_called_out_of_memory_on_evidence(monkeypatch, before, after, kind: str) -> None:
-    monkeypatch.setattr("roundtable.client.worker.worker_trainer._oom_kills", lambda: after)
+    monkeypatch.setattr("roundtable.client.worker.worker_trainer.memory_kills", lambda: after)
     assert _post_mortem(-signal.SIGKILL, before, []).kind == kind
+    early = _post_mortem(-signal.SIGKILL, before, [], begun=False)
+    assert (early.kind, early.whole) == (kind, kind == "out_of_memory")
+    assert ("no smaller batch_size would help" in early.detail) == early.whole
 
 
 async def test_training_that_holds_more_memory_than_the_policy_allows_ends(silo) -> None:

@@ -73,6 +73,25 @@ async def test_a_rank_of_a_replica_is_told_by_its_number_among_all() -> None:
     assert cause.detail.startswith("rank 5 was ended by SIGKILL")
 
 
+@pytest.mark.parametrize("in_parts", [True, False])
+async def test_a_rank_that_the_kernel_ended_for_want_of_memory_gets_less_to_hold(
+    in_parts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the kernel's own count; on GPUs smaller parts of a batch leave main memory as full as it was."""
+    counts = iter([3, 4])
+    monkeypatch.setattr("roundtable.cluster.agent.rank_group.memory_kills", lambda: next(counts))
+    output, prints = os.pipe()
+    os.close(prints)
+    group = RankGroup(1, output, lambda: None, lambda: "", range(2), in_parts=in_parts)
+    group.over(1, -signal.SIGKILL, "")
+    await group.end()
+    cause = cause_of([report(0)], group, RanksLost("gone"), 6.0)
+    assert (cause.kind, cause.rank, cause.whole) == ("out_of_memory", 1, not in_parts)
+    assert "rose from 3 to 4" in cause.detail
+    advise(tmp_path, cause, [0, 1])
+    assert Advice.read(tmp_path).halvings == int(in_parts)
+
+
 def test_a_failure_is_told_with_its_rank_and_phase() -> None:
     course = Course("train")
     phases = [str(course)]
