@@ -74,7 +74,7 @@ def main() -> None:
         _serve(executor, commands.orders.get(), commands, answers)
 
 
-class _Order:
+class _OrderInHand:
     """What the agent is told while an order is worked on; `begun` is whether batches are by now."""
 
     def __init__(self, number: int, commands: _Commands, answers: TextIO) -> None:
@@ -112,7 +112,7 @@ class _Order:
 
 
 def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, answers: TextIO) -> None:
-    order, told = Order.of(command["order"]), _Order(command["number"], commands, answers)
+    order, told = Order.of(command["order"]), _OrderInHand(command["number"], commands, answers)
 
     def work() -> dict[str, Any]:
         if command["do"] == "rehearse":
