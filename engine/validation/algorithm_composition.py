@@ -107,6 +107,13 @@ def _check_merging(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> Non
             f"regions.sum and {said}: a relay's sum tells no single client's factors; leave regions.sum out",
             key=("regions", "sum"),
         )
+    if (bound := job.aggregation.validation.max_norm) is not None:
+        raise ConfigError(
+            f"aggregation.validation.max_norm = {bound:g} and {said}: an update is the difference between "
+            "factors of a client's own rank, fresh or cut, and those that it was sent, so that its norm "
+            "follows from ranks and not from what was learnt; leave max_norm out (norm_ratio goes)",
+            key=("aggregation", "validation", "max_norm"),
+        )
     for key, value in (("up", job.transfer.up), ("down", job.transfer.down)):
         if value != "float32":
             raise ConfigError(

@@ -216,7 +216,7 @@ def test_merged_factors_are_those_of_matrices_written_out(name: str, monkeypatch
         ({"privacy": {"level": "none", "secure_aggregation": True, "clip_norm": 1.0}}, "secure_aggregation"),
         ({"privacy": {"level": "client", "clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-3}}, "level"),
         ({"aggregation": {"rule": "median"}}, "median"),
-        ({"aggregation": {"validation": {"policy": "clip", "max_norm": 1.0}}}, "clip"),
+        ({"aggregation": {"validation": {"policy": "clip"}}}, "clip"),
         (
             {"aggregation": {"server_optimizer": {"name": "fedadam", "learning_rate": 0.1}}},
             "server_optimizer",
@@ -225,6 +225,7 @@ def test_merged_factors_are_those_of_matrices_written_out(name: str, monkeypatch
         ({"transfer": {"up": "bfloat16"}}, "transfer.up"),
         ({"regions": {"sum": True}}, "regions.sum"),
         ({"transfer": {"down": "int8(block=64)"}}, "transfer.down"),
+        ({"aggregation": {"validation": {"max_norm": 1.0}}}, "max_norm = 1 and .* from ranks"),
         ({"algorithm": {"name": "flora", "ranks": {"silo-0": 9}}}, "silo-0 = 9"),
         (
             {"algorithm": {"name": "hetlora"}, "aggregation": {"weighting": "uniform"}},
