@@ -14,6 +14,7 @@ DISTRIBUTION = "roundtable-fl"
 """Under which pip knows this software: `roundtable` on the public index is somebody else's."""
 
 EXTRAS = {
+    "PIL": "images",
     "adlfs": "azure",
     "alembic": "server",
     "cloudpickle": "notebook",

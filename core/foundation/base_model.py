@@ -39,6 +39,7 @@ but in the library's cache. An agent sets it by its [policy] bases."""
 PURPOSE = "fine-tuning a pretrained model"
 ADAPTER_CONFIG = "adapter_config.json"
 _TOKENS = "tokenizer.json"
+_IMAGES = "preprocessor_config.json"
 _SAMPLE = " A first LINE,  two spaces.\n\tDon't say\u0301 É ﬁ 12345 — 東京 🙂"
 """Where tokenizers of one file differ by their settings: cases, spaces, accents, digits, what is added."""
 _NOTHING_FOREIGN: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -140,6 +141,34 @@ class BaseModel:
             )
         return found
 
+    @cached_property
+    def image_processor(self) -> Any:
+        """What makes an image the tensor that the model takes, by Pillow alone. TaskError where it has none,
+        ConfigError with the extra where Pillow is missing."""
+        load("PIL.Image", "reading images")
+        if not (self.folder / _IMAGES).is_file():
+            raise TaskError(f"base {self.name!r}: it has no {_IMAGES}, which says how images are read")
+        transformers = library("transformers")
+        # Releases 4 and 5 name it otherwise. What torchvision makes of an image is another tensor.
+        plain = {"use_fast": False} if _major(transformers) < 5 else {"backend": "pil"}
+        try:
+            return transformers.AutoImageProcessor.from_pretrained(self.folder, **plain, **_NOTHING_FOREIGN)
+        except Exception as error:  # The library's own are of any class.
+            raise TaskError(f"base {self.name!r}: its image processor cannot be used: {error}") from error
+
+    def _processor_digest(self) -> dict[str, str]:
+        # The processor of its file: in memory it changes with its first call.
+        told = json.loads((self.folder / _IMAGES).read_text(encoding="utf-8"))
+        kept = {name: value for name, value in told.items() if not name.endswith(("_type", "_class"))}
+        return {"image_processor": _digest(kept)}
+
+    def save_reader(self, folder: Path) -> None:
+        """Writes what reads its inputs beside a model that was made of it."""
+        images = self.head is not None and self.head.inputs == "images"
+        reader = self.image_processor if images else self.tokenizer
+        reader.name_or_path = ""
+        reader.save_pretrained(folder)
+
     def check_length(self, length: int, positions: int) -> None:
         """TaskError for more positions than the model was made for: some models would say nothing.
 
@@ -212,9 +241,10 @@ class BaseModel:
         """
         assert self.head is not None
         config = self.config
-        model, told = self._read(precision, config=config)
+        # A fresh head may have other classes than the base's own.
+        model, told = self._read(precision, config=config, ignore_mismatched_sizes=self.head.fresh)
         with self._named():
-            fresh = check_loaded(model, told, self.head.is_in(self._published))
+            fresh = check_loaded(model, told, self.head.is_in(self._published), self.head.fresh)
             if not fresh:
                 self.head.check_labels(self._published)
             modules = modules_of_head(model, fresh)
@@ -271,9 +301,11 @@ class BaseModel:
         """What all parties must have alike beside weights. The digest is in a tensor's name, which a layout
         holds whatever its rule: a value would travel with [model] travel = "all", and be everybody's."""
         head = self.head
-        version = str(library("transformers").__version__).partition(".")[0]
+        version = str(_major(library("transformers")))
         told = _without(self.config.to_dict(), _NOT_OF_THE_MODEL if head is None else _NOT_OF_A_CLASSIFIER)
-        pinned = {**self._tokenizer_digests(), "model_config": _digest(told), "transformers": version}
+        images = head is not None and head.inputs == "images"
+        read = self._processor_digest() if images else self._tokenizer_digests()
+        pinned = {**read, "model_config": _digest(told), "transformers": version}
         if head is not None:
             pinned["labels"] = _digest(head.labels)
         return {f"{name}_{value}": torch.ones(1) for name, value in pinned.items()}
@@ -339,6 +371,10 @@ def _cached(name: str) -> Path | None:
         return Path(hub.snapshot_download(name, local_files_only=True))
     except (OSError, ValueError):
         return None
+
+
+def _major(module: Any) -> int:
+    return int(str(module.__version__).partition(".")[0])
 
 
 def _without(values: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class ClassifierHead:
 
     labels: tuple[str, ...]
     inputs: Inputs
+    fresh: bool = False
+    """Drawn, whatever head the base has."""
 
     @property
     def auto(self) -> str:
@@ -36,8 +38,10 @@ class ClassifierHead:
         return _AUTO[self.inputs]
 
     def is_in(self, config: Any) -> bool:
-        """Whether the base of this configuration has such a head already."""
-        return any(name.endswith(_ARCHITECTURE[self.inputs]) for name in config.architectures or ())
+        """Whether the base of this configuration has such a head already, which is to stay."""
+        return not self.fresh and any(
+            name.endswith(_ARCHITECTURE[self.inputs]) for name in config.architectures or ()
+        )
 
     def configured(self, config: Any) -> Any:
         """The configuration with these labels."""
@@ -53,13 +57,14 @@ class ClassifierHead:
         if own != self.labels:
             raise TaskError(
                 f"it is a classifier already, of the labels {', '.join(own[:20])}, and the job's are "
-                f"{', '.join(self.labels[:20])}: set labels to its own in that order, or take a base without "
-                "a head of classes"
+                f"{', '.join(self.labels[:20])}: set labels to its own in that order, or fresh_head = true "
+                "for a head that is drawn"
             )
 
 
-def check_loaded(model: Any, told: dict[str, Iterable[Any]], has_head: bool) -> list[str]:
-    """The parameters that the base's files lack, and that are to be drawn: of its head, or of its pooler.
+def check_loaded(model: Any, told: dict[str, Iterable[Any]], has_head: bool, fresh: bool) -> list[str]:
+    """The parameters that are to be drawn: of its head, all where it is `fresh`, or those that the base's
+    files lack, and of its pooler.
 
     TaskError for a tensor of the base itself that is missing, left over, or of another shape; another head
     may be left over, and a pooler.
@@ -69,6 +74,11 @@ def check_loaded(model: Any, told: dict[str, Iterable[Any]], has_head: bool) -> 
     parts = {name.partition(".")[0] for name in base.state_dict()}
     missing = sorted(map(str, told.get("missing_keys", ())))
     beside = [name for name in missing if not name.startswith(start) or _POOLER in name.split(".")]
+    others = told.get("mismatched_keys", ())
+    mismatched = [each if isinstance(each, str) else str(each[0]) for each in others]
+    if fresh:
+        beside += [name for name, _ in model.named_parameters() if not name.startswith(start)]
+        mismatched = [name for name in mismatched if name.startswith(start)]
     odd = {
         "missing": missing if has_head else [name for name in missing if name not in beside],
         "unexpected": [
@@ -76,14 +86,14 @@ def check_loaded(model: Any, told: dict[str, Iterable[Any]], has_head: bool) -> 
             for name in sorted(map(str, told.get("unexpected_keys", ())))
             if (name.startswith(start) or name.partition(".")[0] in parts) and _POOLER not in name.split(".")
         ],
-        "mismatched": sorted(map(str, told.get("mismatched_keys", ()))),
+        "mismatched": sorted(mismatched),
     }
     for kind, names in odd.items():
         if names:
             raise TaskError(
                 f"its weights are not those of its config.json: {len(names)} {kind}, such as {names[0]}"
             )
-    return beside
+    return sorted(set(beside))
 
 
 def modules_of_head(model: Any, fresh: Iterable[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """A task that fine-tunes a pretrained encoder of Hugging Face's libraries under a head of classes.
 
-The head is Devlin et al. 2019 (section 4.1) for texts: one vector for the whole row, a linear layer, a
-softmax over the classes.
+The head is Devlin et al. 2019 (section 4.1) for texts, Dosovitskiy et al. 2021 (section 3.1) for images: one
+vector for the whole, a linear layer, a softmax over the classes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,18 +17,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from roundtable.core.errors import TaskError
+from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.extras import load
 from roundtable.core.foundation.base_model import BaseModel, find_base
-from roundtable.core.foundation.classifier_head import ClassifierHead
+from roundtable.core.foundation.classifier_head import ClassifierHead, Inputs
 from roundtable.core.foundation.labelled_rows import (
+    CONTENT,
+    LabelledImages,
     LabelledRow,
     LabelledTokens,
     check_labels,
     labelled_tokens,
+    pixels_of,
     read_labelled,
 )
 from roundtable.core.foundation.logits_program import LogitsOf, Traceable
-from roundtable.core.foundation.padding_check import check_padding
+from roundtable.core.foundation.padding_check import check_images, check_padding
 from roundtable.core.foundation.pretrained_task import PretrainedTask, check_choices
 from roundtable.core.measures.measured import confusion
 from roundtable.core.task import Dataset, Site
@@ -39,21 +44,20 @@ _MOST_COUNTED = 16
 
 
 class HuggingFaceClassifier(PretrainedTask):
-    """Fine-tunes a pretrained encoder of texts under a head of classes; nothing but what trains travels.
+    """Fine-tunes a pretrained encoder under a head of classes; nothing but what trains travels.
 
     `labels` names the classes in the order that all silos have. `base`, `method` and the settings of adapters
     are those of `HuggingFaceTask`; the head trains whole with each of them, and so does a pooler that the
     base was published without. What of both is not in the base's files is drawn by the job's seed. `length`
-    is the most tokens of a text, its special ones among them.
+    is the most tokens of a text, its special ones among them (None: 512). `inputs` says what is classified,
+    "text" or "images"; with `fresh_head` the head is drawn also where the base has one.
     """
-
-    inputs = ("input_ids", "attention_mask")
 
     def __init__(
         self,
         base: str,
         labels: list[str],
-        length: int = 512,
+        length: int | None = None,
         method: Method = "lora",
         rank: int = 8,
         alpha: float = 16.0,
@@ -64,11 +68,21 @@ class HuggingFaceClassifier(PretrainedTask):
         test_share: float = 0.1,
         betas: Sequence[float] = (0.9, 0.999),
         weight_decay: float = 0.0,
+        inputs: Inputs = "text",
+        fresh_head: bool = False,
     ) -> None:
-        check_choices({"method": (method, Method), "precision": (precision, Precision)})
+        check_choices(
+            {"method": (method, Method), "precision": (precision, Precision), "inputs": (inputs, Inputs)}
+        )
+        if inputs == "images" and length is not None:
+            raise ConfigError(
+                f'task: length = {length} with inputs = "images": an image has the size that the base\'s '
+                "processor gives it; leave length out",
+                key=("task", "length"),
+            )
         super().__init__(
             base,
-            length,
+            512 if length is None else length,
             method,
             rank,
             alpha,
@@ -81,11 +95,14 @@ class HuggingFaceClassifier(PretrainedTask):
             weight_decay,
         )
         self.labels = check_labels(labels)
+        self.inputs: Inputs = inputs
+        self.fresh_head = fresh_head
+        self.takes = ("input_ids", "attention_mask") if inputs == "text" else ("pixel_values",)
 
     @cached_property
     @override
     def pretrained_base(self) -> BaseModel:
-        return find_base(self.base, ClassifierHead(self.labels, "text"))
+        return find_base(self.base, ClassifierHead(self.labels, self.inputs, self.fresh_head))
 
     @override
     def model(self) -> nn.Module:
@@ -96,30 +113,47 @@ class HuggingFaceClassifier(PretrainedTask):
                 "one process of an agent without [cluster]"
             )
         found = self.pretrained_base
-        found.check_length(self.length, self.length)
-        filler = int(found.tokenizer.pad_token_id)
-        model, whole = found.load_classifier(self.precision)
-        check_padding(model, self.length, filler)
-        config = None if self.method == "full" else self.adapter_config("SEQ_CLS", whole)
-        return self.prepared(model, config)
+        if self.inputs == "images":
+            blank = self._blank()
+            model, whole = found.load_classifier(self.precision)
+            check_images(model, blank)
+        else:
+            found.check_length(self.length, self.length)
+            filler = int(found.tokenizer.pad_token_id)
+            model, whole = found.load_classifier(self.precision)
+            check_padding(model, self.length, filler)
+        # peft names no type of task for images.
+        kind = "SEQ_CLS" if self.inputs == "text" else None
+        return self.prepared(model, None if self.method == "full" else self.adapter_config(kind, whole))
+
+    def _blank(self) -> Tensor:
+        """A grey image as the base's processor makes it: float32 [channels, height, width]."""
+        pillow: Any = load("PIL.Image", "reading images")
+        return pixels_of(self.pretrained_base.image_processor, pillow.new("RGB", (96, 64), (128, 96, 64)))
 
     def rows(self, site: Site) -> tuple[Sequence[LabelledRow], Sequence[LabelledRow]]:
-        """(training, test) rows (text, label) of a site, of the files that `site.options` names: `file`
-        and, where the test rows are others, `test_file`; `text` and `label` say how their columns are called
-        there.
+        """(training, test) rows of a site, each of a text, or an image's path or bytes, and its label.
+
+        Of the files that `site.options` names: `file` and, where the test rows are others, `test_file`;
+        `text` or `image`, and `label` say how their columns are called there.
 
         In a simulation the job's partition shares them out by their labels. Override it for data that lie
         elsewhere.
         """
-        names = [str(site.options.get(name, name)) for name in ("text", "label")]
-        return self._shared_out(
-            site, lambda path: read_labelled(path, self.labels, *names), lambda row: row[1]
-        )
+        content, label = (str(site.options.get(name, name)) for name in (CONTENT[self.inputs], "label"))
+
+        def read(path: Path) -> list[LabelledRow]:
+            return read_labelled(path, self.labels, content, label, self.inputs)
+
+        return self._shared_out(site, read, lambda row: row[1])
 
     @override
     def data(self, site: Site) -> tuple[Dataset, Dataset]:
         training, test = self.rows(site)
-        return tuple(self.tokens(training)), tuple(self.tokens(test))
+        if self.inputs == "text":
+            return tuple(self.tokens(training)), tuple(self.tokens(test))
+        processor = self.pretrained_base.image_processor
+        return LabelledImages(processor, training, self.labels), LabelledImages(processor, test, self.labels)
 
     def tokens(self, rows: Sequence[LabelledRow]) -> LabelledTokens:
         """The rows as tokens, each filled up to `length`."""
@@ -128,12 +162,12 @@ class HuggingFaceClassifier(PretrainedTask):
     @override
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean cross-entropy over the rows."""
-        return functional.cross_entropy(self.logits(model, batch), batch[2])
+        return functional.cross_entropy(self.logits(model, batch), batch[-1])
 
     @override
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[float | Tensor, int]]:
         """`accuracy`, and, of up to 16 labels, the figures of `rt.metrics.confusion` as label_…."""
-        guess, truth = self.logits(model, batch).argmax(-1), batch[2]
+        guess, truth = self.logits(model, batch).argmax(-1), batch[-1]
         found: dict[str, tuple[float | Tensor, int]] = {"accuracy": ((guess == truth).sum(), len(truth))}
         if len(self.labels) <= _MOST_COUNTED:
             found |= confusion("label", guess, truth, len(self.labels))
@@ -141,6 +175,9 @@ class HuggingFaceClassifier(PretrainedTask):
 
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         """float32 [rows, labels], of a batch as `data` gives it."""
+        if self.inputs == "images":
+            seen: Any = model(pixel_values=batch[0].to(_dtype_of(model)))
+            return seen.logits.float()  # type: ignore[no-any-return]
         tokens, mask = batch[0], batch[1]
         # What all rows are filled up with says nothing, and takes time.
         most = max(1, int(mask.sum(1).max())) if len(mask) else 1
@@ -150,7 +187,8 @@ class HuggingFaceClassifier(PretrainedTask):
     @override
     def opened_by(self, base: str) -> str:
         names = dict(enumerate(self.labels))
-        return f'{self.pretrained_base.auto}.from_pretrained("{base}", id2label={names})'
+        fresh = ", ignore_mismatched_sizes=True" if self.fresh_head else ""
+        return f'{self.pretrained_base.auto}.from_pretrained("{base}", id2label={names}{fresh})'
 
     @override
     def described(self) -> str:
@@ -158,8 +196,13 @@ class HuggingFaceClassifier(PretrainedTask):
 
     @override
     def traceable(self, model: nn.Module) -> Traceable:
-        """`input_ids` and `attention_mask`, int64 [rows, tokens] → logits [rows, labels]."""
+        """`input_ids` and `attention_mask`, int64 [rows, tokens], or `pixel_values`, float32 [images,
+        channels, height, width] → logits [rows, labels]."""
         chance = torch.Generator().manual_seed(0)
+        if self.inputs == "images":
+            pixels = torch.randn(5, *self._blank().shape, generator=chance)
+            one, other = ({"pixel_values": part} for part in (pixels[:2], pixels[2:]))
+            return Traceable(LogitsOf(model, self.takes), one, other, {0: "images"})
         size = int(self.pretrained_base.config.vocab_size)
 
         def inputs(rows: int, tokens: int) -> dict[str, Tensor]:
@@ -172,5 +215,10 @@ class HuggingFaceClassifier(PretrainedTask):
 
         # One text has one segment, which BERT's kind looks up: torch writes that look-up of a buffer wrongly.
         segments = ("token_type_ids",) if "token_type_ids" in signature(model.forward).parameters else ()
-        module = LogitsOf(model, self.inputs, segments)
+        module = LogitsOf(model, self.takes, segments)
         return Traceable(module, inputs(2, 5), inputs(3, 8), {0: "rows", 1: "tokens"})
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """Of the frozen base, which is before the head."""
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())

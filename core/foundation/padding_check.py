@@ -1,4 +1,4 @@
-"""Whether a row's logits follow from that row alone, tried before anything is trained.
+"""Whether the logits of a row of tokens, or of an image, follow from it alone, tried before training.
 
 transformers makes heads of classes that read what fills a row up (from its last place, or as a mean over all
 places), and says nothing.
@@ -57,6 +57,31 @@ def check_padding(model: Any, length: int, filler: int) -> None:
             f"a {model.config.model_type} of this config.json gives a row other logits where it is filled up "
             "at its end, or beside a longer row: what it says of a text would follow from its batch; take "
             "another base"
+        )
+
+
+def check_images(model: Any, pixels: Tensor) -> None:
+    """TaskError where the logits of an image, float32 [channels, height, width] as the base's processor makes
+    one, change with the image beside it, or where the model takes none of that size."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            alone = model(pixel_values=pixels[None].to(model.dtype)).logits.float()
+            beside = torch.stack([pixels, pixels.flip(-1) + 1]).to(model.dtype)
+            both = model(pixel_values=beside).logits.float()
+    except (ValueError, RuntimeError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise TaskError(
+            f"a {model.config.model_type} of this config.json does not take images of {list(pixels.shape)}, "
+            f"as its preprocessor_config.json makes them ({type(error).__name__}: {error}); take another base"
+        ) from error
+    finally:
+        model.train(training)
+    bound = _TOLERANCE.get(model.dtype, _HALF) * float(alone.abs().max())
+    if not bool(((both[:1] - alone).abs() <= bound).all()):
+        raise TaskError(
+            f"a {model.config.model_type} of this config.json gives an image other logits beside another "
+            "one; take another base"
         )
 
 

@@ -38,7 +38,7 @@ class PretrainedTask(Task):
     `betas` and `weight_decay` are AdamW's (Loshchilov and Hutter 2019, algorithm 2).
     """
 
-    inputs: tuple[str, ...] = ("input_ids",)
+    takes: tuple[str, ...] = ("input_ids",)
     """What its model takes, as transformers names it."""
 
     def __init__(
@@ -134,6 +134,7 @@ class PretrainedTask(Task):
         """
         empty = nn.Linear(1, 1).weight.is_meta
         if config is not None:
+            _check_statistics(model)
             model = with_adapters(model, config, freeze_down=self.method == "ffa_lora", targets=self.targets)
         if self.checkpointing and not empty:  # What ranks compute again is their plan's.
             try:
@@ -175,6 +176,16 @@ class PretrainedTask(Task):
         return torch.optim.AdamW(
             parameters, lr=context.learning_rate, betas=(first, second), weight_decay=self.weight_decay
         )
+
+
+def _check_statistics(model: nn.Module) -> None:
+    """TaskError for averages that training moves, of which an adapter's file holds nothing."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise TaskError(
+                f"this base's {name!r} is a {type(module).__name__}, whose averages move in training, and no "
+                'adapter\'s file holds them: set method = "full", or take a base without, such as a ViT'
+            )
 
 
 def check_choices(choices: Mapping[str, tuple[Any, Any]]) -> None:

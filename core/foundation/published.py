@@ -7,7 +7,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -149,7 +149,7 @@ def _made(folder: Path) -> Path:
 
 def _told_head(task: PretrainedTask) -> dict[str, str]:
     head = task.pretrained_base.head
-    return {} if head is None else {_HEAD: json.dumps({"labels": head.labels, "inputs": head.inputs})}
+    return {} if head is None else {_HEAD: json.dumps(asdict(head))}
 
 
 def _write_adapter(model: Any, base: str, notes: Mapping[str, str], folder: Path) -> None:
@@ -181,9 +181,7 @@ def _write_merged(model: Any, task: PretrainedTask, kind: Format, folder: Path, 
         # Without a limit as the library has it.
         model.save_pretrained(folder, **({} if most is None else {"max_shard_size": most}))
         name_digests(folder)
-    tokenizer = task.pretrained_base.tokenizer
-    tokenizer.name_or_path = ""
-    tokenizer.save_pretrained(folder)
+    task.pretrained_base.save_reader(folder)
 
 
 def _unwrap_wholes(model: Any) -> None:
@@ -265,10 +263,10 @@ def _head_of(notes: Mapping[str, str], config: Any, folder: Path) -> ClassifierH
             raise ValueError("it does not say which labels, as one that was exported here does")
         if told is None:
             return None
-        labels, inputs = check_labels(told["labels"]), told["inputs"]
-        if inputs not in get_args(Inputs):
-            raise ValueError(f"inputs {str(inputs)[:40]!r}")
-        return ClassifierHead(labels, inputs)
+        labels, inputs, fresh = check_labels(told["labels"]), told["inputs"], told["fresh"]
+        if inputs not in get_args(Inputs) or not isinstance(fresh, bool):
+            raise ValueError(f"inputs {str(inputs)[:40]!r}, fresh {str(fresh)[:40]!r}")
+        return ClassifierHead(labels, inputs, fresh)
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise EncodingError(f"{folder}: the adapter of a classifier cannot be used: {error}") from error
 
@@ -317,9 +315,9 @@ def _card(job: JobConfig, task: PretrainedTask, model: Model, base: str, kind: F
     how = {
         "peft": f"PeftModel.from_pretrained({task.opened_by(base)}, FOLDER)",
         "transformers": f"{task.pretrained_base.auto}.from_pretrained(FOLDER)",
-        "traced": f'torch.export.load("FOLDER/model.pt2").module()({", ".join(task.inputs)})',
+        "traced": f'torch.export.load("FOLDER/model.pt2").module()({", ".join(task.takes)})',
         "onnx": 'onnxruntime.InferenceSession("FOLDER/model.onnx").run(None, {'
-        + ", ".join(f'"{name}": {name}' for name in task.inputs)
+        + ", ".join(f'"{name}": {name}' for name in task.takes)
         + "})",
     }[kind]
     privacy = model.metadata.get("privacy", "no differential privacy was asked for")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tiny_bases import POSITIONS, byte_tokenizer, write_base
+from tiny_bases import POSITIONS, byte_tokenizer, write_base, write_encoder
 
 from roundtable.core import JobConfig, Layout, Site, initial_state
 from roundtable.core.errors import ConfigError, TaskError
@@ -25,33 +25,11 @@ from roundtable.core.models import Model
 
 STORY, TOKENS = Story("notes", 3, ("silo 1", "silo 2")), torch.arange(3, 30).view(3, 9)
 LABELS = ["better", "stable", "worse"]
-SMALL = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "max_position_embeddings": POSITIONS,
-}
-DISTIL = {"n_layers": 2, "n_heads": 2, "dim": 32, "hidden_dim": 48, "max_position_embeddings": POSITIONS}
-ROBERTA = {**SMALL, "max_position_embeddings": POSITIONS + 3}
-
-
-def encoder(folder: Path, kind: str = "Bert", auto: str = "AutoModelForMaskedLM", **settings: Any) -> Path:
-    """A tiny random encoder in a folder, as `auto` of transformers saves it."""
-    import transformers
-
-    sizes = settings or {"Roberta": ROBERTA, "DistilBert": DISTIL}.get(kind, SMALL)
-    config = getattr(transformers, f"{kind}Config")(vocab_size=259, pad_token_id=2, **sizes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        getattr(transformers, auto).from_config(config).save_pretrained(folder)
-    byte_tokenizer(None).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return encoder(tmp_path_factory.mktemp("bases") / "bert")
+    return write_encoder(tmp_path_factory.mktemp("bases") / "bert")
 
 
 def task_of(base: Path, **settings: Any) -> HuggingFaceClassifier:
@@ -77,7 +55,7 @@ def test_the_head_and_a_fresh_pooler_travel_with_the_adapter(
 ) -> None:
     import peft
 
-    task = task_of(encoder(tmp_path / "base", kind, auto), targets=targets)
+    task = task_of(write_encoder(tmp_path / "base", kind, auto), targets=targets)
     model: Any = initial_state(task, 1)
     layout = Layout.of(model)
     travelling = {plain_name(spec.name) for spec in layout.averaged}
@@ -145,7 +123,7 @@ def test_an_encoder_that_is_not_whole_is_refused(bert: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["Roberta", "DistilBert"])
 def test_a_rows_logits_follow_from_it_alone(kind: str, tmp_path: Path) -> None:
-    task = task_of(encoder(tmp_path / "base", kind), targets="all-linear")
+    task = task_of(write_encoder(tmp_path / "base", kind), targets="all-linear")
     model = task.model().eval()
     rows = [{"text": "ab", "label": "worse"}, {"text": "longer text here", "label": "better"}]
     file = written(tmp_path / "rows.jsonl", rows)
@@ -184,7 +162,7 @@ class Meaning(torch.nn.Module):
 def test_models_that_read_what_fills_a_row_up_or_take_no_such_row_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="gives a row other logits where it is filled up"):
         check_padding(Meaning(), 8, 0)
-    roberta = encoder(tmp_path / "roberta", "Roberta")
+    roberta = write_encoder(tmp_path / "roberta", "Roberta")
     task_of(roberta, length=POSITIONS).model()
     with pytest.raises(TaskError, match="takes no row as long as that"):
         task_of(roberta, length=POSITIONS + 2).model()
@@ -240,7 +218,7 @@ def test_other_labels_or_another_order_are_told(bert: Path) -> None:
 
 
 def test_settings_that_do_not_fit_are_refused(bert: Path) -> None:
-    nothing = encoder(bert.parent / "distil", "DistilBert")
+    nothing = write_encoder(bert.parent / "distil", "DistilBert")
     with pytest.raises(TaskError, match=r'name them as targets in .*, or "all-linear"'):
         task_of(nothing).model()
     for settings, said in (
@@ -318,7 +296,7 @@ def test_what_comes_out_opens_elsewhere(bert: Path, method: str, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert"])
 def test_programs_give_the_same_logits(kind: str, tmp_path: Path) -> None:
-    job, task, model = trained(encoder(tmp_path / "base", kind), "full")
+    job, task, model = trained(write_encoder(tmp_path / "base", kind), "full")
     for format in ("traced", "onnx"):
         publish(job, task, model, tmp_path / format, format, STORY)
     own: Any = initial_state(task, job.seed)

@@ -56,6 +56,23 @@ def write_base(folder: Path, kind: Kind = "llama", seed: int = 0) -> Path:
     return folder
 
 
+def write_encoder(folder: Path, kind: str = "Bert", auto: str = "AutoModelForMaskedLM") -> Path:
+    """A tiny random encoder of this kind, Bert, Roberta or DistilBert, as `auto` of transformers saves it."""
+    import transformers
+
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
+    names = ("n_layers", "n_heads", "dim", "hidden_dim") if kind == "DistilBert" else names
+    # RoBERTa's first position is behind that of what fills up a row.
+    positions = POSITIONS + 3 * (kind == "Roberta")
+    sizes = {**dict(zip(names, (2, 2, 32, 48), strict=True)), "max_position_embeddings": positions}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=259, pad_token_id=2, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        getattr(transformers, auto).from_config(config).save_pretrained(folder)
+    byte_tokenizer(None).save_pretrained(folder)
+    return folder
+
+
 def sentences(count: int = 48) -> list[str]:
     """Short texts of one form, from which a model of bytes learns something at once."""
     wards, states = ("north", "south", "west"), ("stable", "better", "worse", "asleep")
