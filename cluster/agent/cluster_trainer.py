@@ -26,8 +26,10 @@ from roundtable.cluster.agent.failed_ranks import (
     RanksUnanswered,
     advise,
     cause_of,
+    done_after,
     figures_of,
     given_up,
+    refused,
 )
 from roundtable.cluster.agent.launcher import Launcher
 from roundtable.cluster.agent.node_starts import NodeStarts
@@ -43,12 +45,6 @@ from roundtable.cluster.train.orders import SOCKET, Advice, Report, take_reports
 from roundtable.cluster.train.rank import SETTINGS
 
 _log = logging.getLogger("roundtable.agent")
-_DONE = {
-    "out_of_memory": "reduced the batch size: halved the micro-batch (or, where it was 1, took the "
-    "next plan) and started the ranks again",
-    "gpu_error": "left the device out and started the ranks again",
-}
-_AGAIN = "started the ranks again"
 _STOP_SECONDS = 5.0
 _START_SECONDS = 300.0
 _LINE_LIMIT = 16 << 20
@@ -181,6 +177,9 @@ class ClusterTrainer:
             if verb == "train":
                 await self._follow_devices()
             failures: list[Report] = []
+            external = self._table.launch == "external"
+            if external and self._line is None:
+                take_reports(self._folder)
             for attempt in range(self._table.restarts + 1):
                 try:
                     return await self._ask(verb, work, progress)
@@ -194,13 +193,12 @@ class ClusterTrainer:
                 except RanksLost as lost:
                     failures.append(await self._learn(lost, attempt))
                     if attempt < self._table.restarts:
-                        work.trouble(failures[-1].kind, failures[-1].detail, self._done_after(failures[-1]))
+                        work.trouble(
+                            failures[-1].kind,
+                            failures[-1].detail,
+                            done_after(failures[-1], external=external),
+                        )
             raise given_up(failures)
-
-    def _done_after(self, report: Report) -> str:
-        if report.kind == "gpu_error" and self._table.launch == "external":
-            return "wait for the scheduler to start the ranks again; its node is to be taken out there"
-        return _AGAIN if report.whole else _DONE.get(report.kind, _AGAIN)
 
     async def _new_job(self, job: str) -> None:
         if self._table.launch == "torchrun":
@@ -302,6 +300,8 @@ class ClusterTrainer:
         waiting = {connecting}
         if self._group is not None:
             waiting.add(asyncio.create_task(self._group.ended()))  # type: ignore[arg-type]
+        else:
+            waiting.add(asyncio.create_task(refused(self._folder)))  # type: ignore[arg-type]
         done, pending = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()

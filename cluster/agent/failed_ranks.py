@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Collection, Sequence
@@ -13,13 +14,14 @@ from typing_extensions import override
 
 from roundtable.client.failures import WorkFailed
 from roundtable.cluster.agent.rank_group import RankGroup
-from roundtable.cluster.train.orders import Advice, Report
+from roundtable.cluster.train.orders import Advice, Report, take_reports
 
 _log = logging.getLogger("roundtable.agent")
 AGAIN = {"node_failure", "gpu_error", "out_of_memory", "network_partition"}
 """Kinds of failure after which the ranks are started again."""
 
 
+_LOOK_SECONDS = 1.0
 _TOLD_WITH_PLACE = AGAIN | {"task_error", "data_corruption"}
 """Kinds that one rank may meet with at one place; what is refused is refused for all, before any step."""
 
@@ -107,6 +109,33 @@ def advise(folder: Path, cause: Report, devices: Sequence[int]) -> None:
         advice.lost = (*advice.lost, devices[cause.rank % len(devices)])
         _log.warning("cluster: going on without device %d", advice.lost[-1])
     advice.write(folder)
+
+
+def done_after(report: Report, *, external: bool) -> str:
+    """What was done about a failure after which the ranks start again."""
+    if report.kind == "gpu_error" and external:
+        return "wait for the scheduler to start the ranks again; its node is to be taken out there"
+    if report.kind == "gpu_error":
+        return "left the device out and started the ranks again"
+    if report.kind == "out_of_memory" and not report.whole:
+        return (
+            "reduced the batch size: halved the micro-batch (or, where it was 1, took the next plan) and "
+            "started the ranks again"
+        )
+    return "started the ranks again"
+
+
+async def refused(folder: Path) -> None:
+    """Returns once a rank that somebody else has started says what no other start of it would mend."""
+    told = set[str]()
+    while True:
+        for report in await asyncio.to_thread(take_reports, folder, leave=True):
+            if report.kind not in AGAIN:
+                return
+            if report.detail not in told:
+                told.add(report.detail)
+                _log.warning("cluster: while ranks are waited for: %s", report.detail)
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _unreported(words: str) -> Report:

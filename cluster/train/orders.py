@@ -20,7 +20,10 @@ from typing import Any
 from roundtable.client.durable_files import write_file
 from roundtable.client.failures import diagnose
 from roundtable.client.worker.worker_order import Order
+from roundtable.core.errors import ConfigError
 
+CALL_SECONDS = 20.0
+"""How long rank 0 calls an agent that does not answer: one that is started again makes its socket anew."""
 SOCKET, ADVICE, REPORTS = "agent.sock", "advice.json", "reports"
 
 
@@ -116,14 +119,15 @@ def leave_report(folder: Path, rank: int, error: Exception) -> None:
     partial.replace(reports / f"rank-{rank}.{os.getpid()}.json")
 
 
-def take_reports(folder: Path, ranks: range | None = None) -> list[Report]:
-    """Reads the reports of all ranks, or of these, oldest first, and removes them."""
+def take_reports(folder: Path, ranks: range | None = None, *, leave: bool = False) -> list[Report]:
+    """Reads the reports of all ranks, or of these, oldest first, and removes them, or leaves them there."""
     reports = []
     for path in sorted((folder / REPORTS).glob("rank-*.json")):
         report = Report(**json.loads(path.read_text()))
         if ranks is None or report.rank in ranks:
             reports.append(report)
-            path.unlink()
+            if not leave:
+                path.unlink()
     return sorted(reports, key=lambda report: report.at)
 
 
@@ -132,8 +136,7 @@ class AgentConnection:
 
     def __init__(self, folder: Path, replica: int | None = None) -> None:
         """`replica`: which of several groups this is the rank 0 of; the agent is told first of all."""
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(_short(folder / SOCKET))
+        self._socket = _called(folder)
         self._orders: list[dict[str, Any]] = []
         self._verdicts: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._arrived = threading.Condition()
@@ -174,6 +177,25 @@ class AgentConnection:
                     self._arrived.notify()
         # The agent is gone; training for nobody would only hold the devices.
         os._exit(0)
+
+
+def _called(folder: Path) -> socket.socket:
+    """A line to the agent; ConfigError where nobody answers, as on another node than the agent's."""
+    patience = time.monotonic() + CALL_SECONDS
+    while True:
+        line = socket.socket(socket.AF_UNIX)
+        try:
+            line.connect(_short(folder / SOCKET))
+        except OSError as error:
+            line.close()
+            if time.monotonic() > patience:
+                raise ConfigError(
+                    f"rank 0 does not reach the agent in {folder} ({error.strerror}): start it on the node "
+                    "where the agent runs, and the agent first"
+                ) from error
+            time.sleep(0.2)
+        else:
+            return line
 
 
 def order_of(command: dict[str, Any]) -> Order:

@@ -6,6 +6,7 @@ FOLDER is where the agent listens; it holds the settings that every rank reads.
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
 import os
 import re
@@ -20,9 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from roundtable.client.device_faults import device_fault
-from roundtable.client.failures import WorkFailed
+from roundtable.client.failures import WorkFailed, diagnose
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.training.local_work import Stopped
@@ -66,6 +68,8 @@ def main(folder: Path) -> None:
         if isinstance(error, ConfigError):
             # Where no agent is, whoever started the rank is the one to know.
             print(f"Error: {error}", file=sys.stderr, flush=True)
+        elif STORE not in os.environ:
+            print(f"Error: {diagnose(explained(error)).detail}", file=sys.stderr, flush=True)
         leave_report(folder, rank, explained(error))
         # Peers wait in collectives that will never end; the launcher ends them once one rank is gone.
         os._exit(1)
@@ -73,28 +77,22 @@ def main(folder: Path) -> None:
 
 def _serve(folder: Path, place: LaunchVariables) -> None:
     _await_agent(folder)
-    values = json.loads((folder / SETTINGS).read_text())
+    text = (folder / SETTINGS).read_text()
+    values = json.loads(text)
     table = ClusterTable.model_validate_json(json.dumps(values["cluster"]))
     settings = Settings(**values["settings"])
     device = _device(values["device"], place)
     bound_gpu_memory(settings.gpu_memory, device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=_store(place, timedelta(seconds=table.timeout)),
-        rank=place.rank,
-        world_size=place.world,
-        timeout=timedelta(seconds=table.timeout),
-        # With the device known, NCCL connects at once, and a rank on a wrong device is an error, not a hang.
-        device_id=device if device.type == "cuda" else None,
-    )
+    _meet(place, device, table.timeout)
     control = dist.new_group(backend="gloo", timeout=_IDLE)
     saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=table.timeout))
     assert isinstance(control, dist.ProcessGroup)
     assert isinstance(saving, dist.ProcessGroup)
     check_versions(control)
+    if STORE not in os.environ:
+        check_settings(control, text)
     resources = Resources(**values["resources"]).with_world(dist.get_world_size())
     links = known_links(folder, device, min(resources.devices, resources.world), control)
     group = Group(
@@ -111,6 +109,10 @@ def _serve(folder: Path, place: LaunchVariables) -> None:
     agent = None
     if dist.get_rank() == 0:
         agent = AgentConnection(folder, None if index is None else int(index))
+        if (folder / SETTINGS).read_text() != text and STORE not in os.environ:
+            raise WorkFailed(
+                "node_failure", "the agent was started anew, with other settings than the ranks'"
+            )
     peers = (
         None
         if index is None
@@ -122,13 +124,58 @@ def _serve(folder: Path, place: LaunchVariables) -> None:
         _do(executor, command, agent, device)
 
 
+def _meet(place: LaunchVariables, device: torch.device, timeout: float) -> None:
+    """Makes the process group of all ranks; `timeout` in seconds.
+
+    Raises ConfigError for ranks that were told what cannot be together, and WorkFailed where not all come.
+    """
+    seconds = timedelta(seconds=timeout)
+    try:
+        store = _store(place, seconds)
+        introduce(store, place)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.world,
+            timeout=seconds,
+            # With the device known, NCCL connects at once; a rank on a wrong one is an error, not a hang.
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        if STORE in os.environ or explained(error) is error:
+            raise
+        raise WorkFailed(
+            "node_failure",
+            f"rank {place.rank} did not meet all {place.world} ranks at {place.address}:{place.port} within "
+            f"{timeout:g} s: fewer were started than WORLD_SIZE says, one ended, two have RANK = 0, the port "
+            f"is taken, or a node cannot be reached ({str(error).splitlines()[0][:200]})",
+        ) from error
+
+
+def introduce(store: Any, place: LaunchVariables) -> None:
+    """Says at the store which rank this is; ConfigError for a number that another has, and another world."""
+    world = store.compare_set("world", "", str(place.world)).decode()
+    if world != str(place.world):
+        raise ConfigError(
+            f"WORLD_SIZE = {place.world} on rank {place.rank}, and {world} on another: start all ranks for "
+            "one world"
+        )
+    if store.add(f"rank {place.rank}", 1) > 1:
+        raise ConfigError(
+            f"RANK = {place.rank} on two ranks: give each a number of its own, from 0 to WORLD_SIZE - 1"
+        )
+
+
 def _store(place: LaunchVariables, timeout: timedelta) -> Any:
-    """Where the launcher's forks meet, at a port that it has bound; None where a scheduler has said where."""
-    if (listening := os.environ.get(STORE)) is None:
-        return None
+    """Where ranks meet: the launcher's forks at a port that it has bound, others where a scheduler says."""
+    listening = os.environ.get(STORE)
     first = place.rank == 0
-    if not first:
+    if listening is not None and not first:
         os.close(int(listening))
+    if listening is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun listens there itself, and tells the ranks of one start from those of the next.
+        return next(rendezvous("env://", place.rank, place.world, timeout=timeout))[0]
     return dist.TCPStore(  # type: ignore[attr-defined]
         place.address,
         place.port,
@@ -136,7 +183,7 @@ def _store(place: LaunchVariables, timeout: timedelta) -> Any:
         is_master=first,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=int(listening) if first else None,
+        master_listen_fd=int(listening) if first and listening is not None else None,
     )
 
 
@@ -208,6 +255,17 @@ def check_versions(control: dist.ProcessGroup) -> None:
         raise ConfigError(
             f"the ranks run different versions: rank 0 has {versions[0]}, {'; '.join(odd[:3])}; install the "
             "same everywhere"
+        )
+
+
+def check_settings(control: dist.ProcessGroup, text: str) -> None:
+    """Raises ConfigError for ranks that have read the settings of different agents."""
+    digests = gather_text(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), control)
+    odd = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise ConfigError(
+            f"rank {', '.join(odd[:8])} read other settings than rank 0: STATE has to be the state folder of "
+            "the one agent on each node, on a file system that all share; then start all ranks again"
         )
 
 

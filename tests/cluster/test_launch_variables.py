@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_silo import Silo, watched
+from torch.distributed import HashStore
 
+from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.cluster_table import ClusterTable
+from roundtable.cluster.agent.failed_ranks import refused
 from roundtable.cluster.agent.preflight import check_started, main
 from roundtable.cluster.plan.launch_variables import LaunchVariables
 from roundtable.cluster.plan.resources import Resources
+from roundtable.cluster.train.orders import AgentConnection, leave_report, take_reports
+from roundtable.cluster.train.rank import introduce
 from roundtable.core.errors import ConfigError
 
 TOLD = {
@@ -132,3 +142,75 @@ def test_any_world_is_whole_nodes_or_refused() -> None:
     for world in (9, 15, 17):
         with pytest.raises(ConfigError, match=f"a world of {world} is not a whole number of nodes"):
             here.with_world(world)
+
+
+def test_ranks_that_cannot_be_of_one_group_are_told_so() -> None:
+    store, place = HashStore(), LaunchVariables(0, 2, 0, "node01", 29400)
+    introduce(store, place)
+    with pytest.raises(ConfigError, match="WORLD_SIZE = 3 on rank 1, and 2 on another"):
+        introduce(store, replace(place, rank=1, world=3))
+    introduce(store, replace(place, rank=1))
+    with pytest.raises(ConfigError, match="RANK = 1 on two ranks"):
+        introduce(store, replace(place, rank=1))
+
+
+def test_a_rank_that_calls_where_no_agent_answers_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roundtable.cluster.train.orders.CALL_SECONDS", -1.0)
+    with socket.socket(socket.AF_UNIX) as left:
+        # An agent that was killed leaves its socket behind.
+        left.bind(str(tmp_path / "agent.sock"))
+    with pytest.raises(ConfigError, match=r"does not reach the agent.*Connection refused.*the agent first"):
+        AgentConnection(tmp_path)
+
+
+async def test_what_no_other_start_would_mend_is_not_waited_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_report(tmp_path, 1, WorkFailed("node_failure", "rank 1 did not meet all 2 ranks"))
+    waiting = asyncio.create_task(refused(tmp_path))
+    done, _ = await asyncio.wait({waiting}, timeout=0.2)
+    assert not done, "a scheduler starts it again"
+    assert "did not meet" in caplog.text
+    leave_report(tmp_path, 0, ConfigError("RANK = 0 on two ranks"))
+    await asyncio.wait_for(waiting, 30)
+    assert len(take_reports(tmp_path)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([(0, 2), (1, 2), (1, 2)], "RANK = 1 on two ranks"),
+        ([(0, 2), (1, 3)], "WORLD_SIZE = .* on another"),
+        ([(0, 2), (1, 2)], ""),
+    ],
+)
+async def test_ranks_that_somebody_else_starts_wrongly_are_named_at_once(
+    ranks: list[tuple[int, int]], said: str, tmp_path: Path
+) -> None:
+    silo = Silo(tmp_path, table={"launch": "external", "restarts": 0, "timeout": 20.0})
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", "roundtable.cluster.train.rank"]
+    async with silo.trainer() as trainer:
+        started = [
+            subprocess.Popen(  # noqa: ASYNC220 - it returns at once
+                [*command, str(silo.config.state / "cluster")],
+                env={**shared, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
+            )
+            for rank, world in ranks
+        ]
+        try:
+            if said:
+                with pytest.raises(WorkFailed, match=said) as failed:
+                    await trainer.train(silo.work(), watched([]))
+                assert failed.value.kind == "protocol_violation"
+            else:
+                assert (await trainer.train(silo.work(), watched([]))).examples == 64
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
