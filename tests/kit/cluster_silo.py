@@ -106,7 +106,7 @@ class Silo:
             cluster=ClusterTable.model_validate(table),
             policy=policy,
         )
-        self.config.state.mkdir()
+        self.config.state.mkdir(exist_ok=True)
         safetensors.torch.save_file({}, folder / "empty.safetensors")
 
     @asynccontextmanager
