@@ -23,6 +23,7 @@ from roundtable.client.worker.executor import Settings, choose_device, part_of_b
 from roundtable.client.worker.lost_state import Trouble
 from roundtable.client.worker.rehearsal import Rehearsed
 from roundtable.client.worker.worker_order import Order
+from roundtable.core.errors import RoundtableError
 from roundtable.core.foundation.base_model import BASES
 from roundtable.core.identity.certificates import SECRET_VARIABLES
 from roundtable.core.machine.process_facts import memory_kills
@@ -30,6 +31,7 @@ from roundtable.core.observability.logs import shareable
 from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.observability.transfer_figures import Writing
 from roundtable.core.privacy_table import ExampleLevel
+from roundtable.core.task import hash_of_task
 
 _log = logging.getLogger("roundtable.agent")
 _LINE_LIMIT = 16 << 20
@@ -69,6 +71,7 @@ class WorkerTrainer:
         self._rehearsal: asyncio.Task[Rehearsed] | None = None
         self._halvings: dict[tuple[str, str], int] = {}
         self._whole: set[tuple[str, str]] = set()
+        self._code: dict[str, str] = {}
 
     async def start(self) -> None:
         """Spawns the process; it imports torch while the agent connects."""
@@ -171,12 +174,26 @@ class WorkerTrainer:
                 await asyncio.wait([rehearsal])
             if self._child is not None and await self._child.gone():
                 await self.close()
+            await self._follow_code(order.task)
             if self._child is None:
                 await self.start()
             assert self._child is not None
             if verb == "train":
                 work.set_up(TrainingSetup(device=str(choose_device(self._config.device))))
             return await self._child.do(verb, order, progress, work.trouble)
+
+    async def _follow_code(self, task: str) -> None:
+        """Ends a process that has loaded other code of the task than its files hold: it imports once."""
+        try:
+            code = await asyncio.to_thread(hash_of_task, task, self._config.folder)
+        except RoundtableError:
+            return  # The process says what is wrong with it.
+        if self._child is not None and self._code.get(task, code) != code:
+            _log.info("the code of task %s has changed: it is loaded anew", task)
+            await self.close()
+        if self._child is None:
+            self._code.clear()
+        self._code[task] = code
 
 
 def _bases_of(config: AgentConfig) -> dict[str, str]:

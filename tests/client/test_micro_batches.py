@@ -162,6 +162,23 @@ async def test_a_model_that_memory_does_not_hold_is_tried_once(tmp_path: Path) -
     assert told == []
 
 
+@pytest.mark.slow
+async def test_a_task_whose_file_was_changed_is_loaded_anew(tmp_path: Path) -> None:
+    """A process imports a file once; a policy that pins the code's hash reads the file as it is now."""
+    silo = Silo(tmp_path)
+    path = tmp_path / "toy.py"
+    trainer = WorkerTrainer(silo.config, "alder", silo.config.state / "jobs")
+    before = await trainer.evaluate(silo.work(phase="evaluate"), lambda *seen: None)
+    path.write_text(path.read_text().replace('{"accuracy":', '{"mended":'))
+    after = await trainer.evaluate(silo.work(phase="evaluate"), lambda *seen: None)
+    child = trainer._child
+    await trainer.evaluate(silo.work(phase="evaluate"), lambda *seen: None)
+    assert trainer._child is child, "what has not changed stays warm"
+    await trainer.close()
+    assert "accuracy" in before
+    assert "mended" in after
+
+
 async def test_where_parts_are_another_training_it_says_so_and_tries_no_more(silo) -> None:
     silo.play("more than 4")
     (silo.config.folder / "summed").touch()
