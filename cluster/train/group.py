@@ -39,7 +39,7 @@ from roundtable.cluster.train.checkpoint_places import Mirror, checkpoint_folder
 from roundtable.cluster.train.checkpoints import Checkpoints, Position
 from roundtable.cluster.train.fellow_replicas import FellowReplicas
 from roundtable.cluster.train.frozen_weights import frozen_weights
-from roundtable.cluster.train.group_plan import Group, plan_together
+from roundtable.cluster.train.group_plan import Group, LoadedCode, plan_together
 from roundtable.cluster.train.local_state import OwnTensors, save_local
 from roundtable.cluster.train.loss_guard import CheckpointTimes, last_sound
 from roundtable.cluster.train.pretrained_weights import pretrained_weights
@@ -72,6 +72,7 @@ class GroupExecutor:
         self._state = SiloState(Path(group.settings.jobs))
         self._job = ""
         self._ended = 0
+        self._code = LoadedCode(Path(group.settings.folder))
         self._saved: Checkpoints | None = None
         self._trainer: RankTrainer | None = None
         self._data: tuple[Any, Any] = (None, None)
@@ -229,6 +230,7 @@ class GroupExecutor:
 
     def _prepare(self, order: Order, steps: int | None = None) -> tuple[RankTrainer, Model, str]:
         """The trainer, told of the order and that it takes `steps` (those of its training), and the model."""
+        self._code.check(order.task)
         start = open_model(Path(order.model))
         digest = Path(order.model).stem
         if self._trainer is None or self._job != order.job:
@@ -242,7 +244,6 @@ class GroupExecutor:
 
     def _set_up(self, order: Order, start: Model) -> RankTrainer:
         group, job = self._group, job_from_json(order.config)
-        # What is lacking in here is main memory, which no smaller micro-batch needs less of.
         with before_batches():
             task = load_task(order.task, Path(group.settings.folder), parameters=job.task.parameters)
             if isinstance(task, ArrayTask):
@@ -250,9 +251,8 @@ class GroupExecutor:
                     f"{type(task).__name__} is an ArrayTask: a cluster spreads PyTorch modules only"
                 )
             options = group.settings.data_of.get(order.task, group.settings.data)
-            self._pretrained = None
             self._site = Site(group.settings.client, options=options, standardise=job.standardise)
-            self._task = task
+            self._task, self._pretrained = task, None
             self._data = split_data(task, self._site)
             task = in_context(task, self._context(order, job))
             strategy, split = plan_together(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from roundtable.client.durable_files import replace_synced
+from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.worker.executor import Settings
 from roundtable.cluster.choice.planner import ClusterPlan, make_plan
@@ -27,9 +28,9 @@ from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.train.orders import Advice
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ResourceError
+from roundtable.core.errors import ResourceError, RoundtableError
 from roundtable.core.observability.training_setup import TrainingSetup
-from roundtable.core.task import Task
+from roundtable.core.task import Task, hash_of_task
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,23 @@ class Group:
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
     links: Links
+
+
+class LoadedCode:
+    """What a rank has imported of tasks; it imports a file once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[str, str] = {}
+
+    def check(self, task: str) -> None:
+        """Raises WorkFailed, after which the ranks start again, where a task's files have changed."""
+        try:
+            code = hash_of_task(task, self._folder)
+        except RoundtableError:
+            return  # Loading it says what is wrong.
+        if self._known.setdefault(task, code) != code:
+            raise WorkFailed("node_failure", f"the code of task {task} has changed: it is loaded anew")
 
 
 def plan_together(

@@ -68,3 +68,16 @@ async def test_after_a_power_cut_a_round_goes_on_from_its_newest_whole_checkpoin
     async with undisturbed.trainer() as trainer:
         await trainer.train(undisturbed.work(), watched([]))
     assert torch.equal(silo.update(), undisturbed.update())
+
+
+@pytest.mark.slow
+async def test_ranks_load_a_task_anew_once_its_file_was_changed(tmp_path: Path) -> None:
+    silo, told = Silo(tmp_path), list[str]()
+    work = replace(silo.work(phase="evaluate"), trouble=lambda kind, detail, done: told.append(detail))
+    path = tmp_path / "toy.py"
+    async with silo.trainer() as trainer:
+        assert "accuracy" in await trainer.evaluate(work, watched([]))
+        path.write_text(path.read_text().replace('{"accuracy":', '{"mended":'))
+        assert "mended" in await trainer.evaluate(work, watched([]))
+        assert trainer.launches == 2
+    assert [each[:40] for each in told] == ["the code of task toy.py has changed: it "]
