@@ -20,6 +20,8 @@ from roundtable.core.foundation.text_files import objects_of
 
 CONTENT = {"text": "text", "images": "image"}
 """What a row's content is called, where a silo does not say otherwise."""
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Of Pillow's: it hands others to programs of the machine (EPS to Ghostscript), or reads a part of them."""
 _log = logging.getLogger(__name__)
 
 
@@ -173,7 +175,8 @@ class LabelledImages(TorchDataset[tuple[Tensor, Tensor]]):
             _log.error("row %d of the site's share, %s: %s", place, str(self.rows[place][0])[:200], error)
             raise TaskError(
                 f"row {place} of the site's share is no image that can be used (this machine's log has its "
-                "name and the reason); images are of 8 bits a value, grey or coloured, and not transparent"
+                f"name and the reason); images are {', '.join(_FORMATS)}, one a file, of 8 bits a value, "
+                "grey or coloured, and not transparent"
             ) from error
         return pixels_of(self.processor, image), self.labels[place]
 
@@ -187,7 +190,10 @@ def pixels_of(processor: Any, image: Any) -> Tensor:
 def _opened(content: str | bytes) -> Any:
     """An upright image of red, green and blue. ValueError for one that would lose something so."""
     pillow: Any = load("PIL.Image", "reading images")
-    with pillow.open(io.BytesIO(content) if isinstance(content, bytes) else content) as file:
+    place = io.BytesIO(content) if isinstance(content, bytes) else content
+    with pillow.open(place, formats=_FORMATS) as file:
+        if (held := getattr(file, "n_frames", 1)) > 1:
+            raise ValueError(f"it holds {held} images, and a row is one")
         image = load("PIL.ImageOps", "reading images").exif_transpose(file)
     if image.mode not in ("1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "YCbCr"):
         raise ValueError(f"mode {image.mode}, of which 8 bits would not be the same")

@@ -100,11 +100,19 @@ def test_rows_of_parquet_may_hold_the_images(base: Path, tmp_path: Path) -> None
 def test_images_that_would_lose_something_are_refused_without_their_names(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = scans(tmp_path, "RGB", "I;16", "RGBA")
+    file = scans(tmp_path, "RGB", "I;16", "RGBA", "L", "L")
     image = pytest.importorskip("PIL.Image")
     image.new("RGBA", (4, 4), (1, 2, 3, 0)).save(tmp_path / "2.png")
+    slices = [image.new("L", (4, 4), grey) for grey in (1, 2, 3)]
+    slices[0].save(tmp_path / "3.png", "TIFF", save_all=True, append_images=slices[1:])
+    image.new("RGB", (4, 4)).save(tmp_path / "4.png", "EPS")
     training, _ = task_of(base, test_share=0.0).data(Site("a", options={"file": str(file)}))
-    for place, why in ((1, "mode I;16"), (2, "it is transparent in places")):
+    for place, why in (
+        (1, "mode I;16"),
+        (2, "it is transparent in places"),
+        (3, "it holds 3 images"),
+        (4, "cannot identify"),
+    ):
         with (
             caplog.at_level(logging.ERROR),
             pytest.raises(TaskError, match=f"row {place} of the site") as caught,
