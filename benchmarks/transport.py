@@ -63,7 +63,7 @@ class ReadyTrainer:
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         return {"loss": (1.0, 1)}
 
-    def release(self, job: str) -> None:
+    def release(self, job: str, *, met: bool) -> None:
         return None
 
     async def close(self) -> None:

@@ -109,8 +109,8 @@ class Trainer(Protocol):
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """Named (sum, count) of the model on the silo's test data; WorkFailed where it cannot."""
 
-    def release(self, job: str) -> None:
-        """Releases what is held for a job that is over."""
+    def release(self, job: str, *, met: bool) -> None:
+        """Releases what is held for a job that is over; `met`: it was not before this process began."""
 
     async def close(self) -> None:
         """Stops; work that runs is lost."""

@@ -204,9 +204,7 @@ class StepHandler:
         for step in {key for key in (*self._working, *self._delivering) if key.job == job}:
             self._drop(step)
         self._delivery.forget(job)
-        if over.ended > self._met:
-            # One that ended before is none that this process has worked for: a script waits for the next.
-            self._trainer.release(job)
+        self._trainer.release(job, met=over.ended > self._met)
         self._secure.forget_job(job)
         self._prepared.forget_job(job)
 

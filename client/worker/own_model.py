@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from roundtable.client.durable_files import digest_of, replace_synced
+from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.bounds import word
@@ -39,6 +40,12 @@ def remember(jobs: Path, client: str, order: Order) -> None:
         os.link(order.model, fresh)
         os.replace(fresh, folder / _MODEL)
     replace_synced(folder / _ORDER, [json.dumps({"client": client, "order": asdict(order)}).encode()])
+
+
+def forget_unused(jobs: Path, job: str) -> None:
+    """Removes what an ended job has kept here between its rounds, unless it is of the silo's own model."""
+    if not (jobs / word(job, "the job") / _ORDER).exists():
+        SiloState(jobs).forget(job)
 
 
 def recall(jobs: Path, job: str) -> tuple[str, Order]:

@@ -140,6 +140,7 @@ class ScriptTrainer:
         self._limit = (epsilon, delta)
         self._evaluate = evaluate
         self._turn = asyncio.Lock()
+        self._releasing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """See Trainer."""
@@ -195,12 +196,21 @@ class ScriptTrainer:
         metrics = await asyncio.to_thread(self._evaluate, Round(work, start, without_memory(local)))
         return checked(metrics, self._evaluate)
 
-    def release(self, job: str) -> None:
-        """See Trainer: the script's loop ends."""
-        self.rounds.put(None)
+    def release(self, job: str, *, met: bool) -> None:
+        """See Trainer: the script's loop ends, unless it waits for another job than this one."""
+        if met:
+            self.rounds.put(None)
+        releasing = asyncio.create_task(self._release(job))
+        self._releasing.add(releasing)
+        releasing.add_done_callback(self._releasing.discard)
+
+    async def _release(self, job: str) -> None:
+        async with self._turn:
+            await asyncio.to_thread(self._state.forget, job)
 
     async def close(self) -> None:
         """See Trainer."""
+        await asyncio.gather(*self._releasing)
         self.rounds.put(None)
 
 

@@ -8,6 +8,7 @@ from what the rounds before it left, and what the server adds up of the silos' s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import safetensors.torch
@@ -59,12 +60,18 @@ class SiloState:
         replace_synced(path, tensors_file(tensors))
         self.forget_others(job, step, counted)
 
-    def forget_others(self, job: str, step: Counted, counted: Counted | None) -> None:
+    def forget_others(self, job: str, step: Counted | None, counted: Counted | None) -> None:
         """Removes the states that nothing can go on from."""
         kept = {self.path(job, *each) for each in (step, counted) if each is not None}
         for path in (self._folder / job).glob("round-*.safetensors"):
             if path not in kept:
                 path.unlink(missing_ok=True)
+
+    def forget(self, job: str) -> None:
+        """Removes what all steps of a job left, which is over."""
+        self.forget_others(job, None, None)
+        with suppress(OSError):  # Other things of the job lie there.
+            (self._folder / job).rmdir()
 
     def path(self, job: str, round: int, attempt: int) -> Path:
         """The file of what a training step leaves."""

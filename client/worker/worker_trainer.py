@@ -19,12 +19,13 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.gpus import shown_gpus
 from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, its_turn
 from roundtable.client.training.metrics import Metrics
-from roundtable.client.worker.executor import Settings, choose_device, part_of_batch
+from roundtable.client.worker.executor import choose_device, part_of_batch
 from roundtable.client.worker.lost_state import Trouble
+from roundtable.client.worker.own_model import forget_unused
+from roundtable.client.worker.process_settings import bases_of, settings_of
 from roundtable.client.worker.rehearsal import Rehearsed
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.errors import RoundtableError
-from roundtable.core.foundation.base_model import BASES
 from roundtable.core.identity.certificates import SECRET_VARIABLES
 from roundtable.core.machine.process_facts import memory_kills
 from roundtable.core.observability.logs import shareable
@@ -40,25 +41,6 @@ _MOST_HALVINGS = 6
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP"}
 
 
-def settings_of(config: AgentConfig, client: str, jobs: Path) -> Settings:
-    """A training process's settings, as the agent file says them."""
-    _, device = shown_gpus(config.policy.max_gpus, config.device, os.environ)
-    return Settings(
-        client=client,
-        folder=str(config.folder),
-        jobs=str(jobs),
-        device=device,
-        threads=config.threads,
-        data=dict(config.data),
-        epsilon=config.policy.epsilon,
-        delta=config.policy.delta,
-        memory=config.policy.memory_bytes,
-        gpu_memory=config.policy.gpu_memory_bytes,
-        generations=config.policy.generations,
-        data_of={table.use: table.data for table in config.task_tables.values() if table.data is not None},
-    )
-
-
 class WorkerTrainer:
     """Keeps one training process running; where it dies, the next order starts another."""
 
@@ -72,6 +54,8 @@ class WorkerTrainer:
         self._halvings: dict[tuple[str, str], int] = {}
         self._whole: set[tuple[str, str]] = set()
         self._code: dict[str, str] = {}
+        self._jobs = jobs
+        self._releasing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Spawns the process; it imports torch while the agent connects."""
@@ -90,14 +74,30 @@ class WorkerTrainer:
         answer = await self._do("evaluate", work, progress)
         return {name: (value, count) for name, (value, count) in answer["evaluated"].items()}
 
-    def release(self, job: str) -> None:
-        """See Trainer; the process drops a job when it is given another one."""
+    def release(self, job: str, *, met: bool) -> None:
+        """See Trainer: what a job keeps here between rounds is removed, but for a model of the silo's own.
+
+        The process drops a job when it is given another one.
+        """
         for verb in ("train", "evaluate"):
             self._halvings.pop((job, verb), None)
             self._whole.discard((job, verb))
+        releasing = asyncio.create_task(self._release(job))
+        self._releasing.add(releasing)
+        releasing.add_done_callback(self._releasing.discard)
+
+    async def _release(self, job: str) -> None:
+        async with self._turn:
+            if self._child is not None:
+                await self._child.gone()  # A step that was called off writes no more.
+            await asyncio.to_thread(forget_unused, self._jobs, job)
 
     async def close(self) -> None:
         """See Trainer."""
+        await asyncio.gather(*self._releasing)
+        await self._end()
+
+    async def _end(self) -> None:
         if self._child is not None:
             await self._child.end()
             self._child = None
@@ -173,7 +173,7 @@ class WorkerTrainer:
                 rehearsal.cancel()
                 await asyncio.wait([rehearsal])
             if self._child is not None and await self._child.gone():
-                await self.close()
+                await self._end()
             await self._follow_code(order.task)
             if self._child is None:
                 await self.start()
@@ -190,19 +190,10 @@ class WorkerTrainer:
             return  # The process says what is wrong with it.
         if self._child is not None and self._code.get(task, code) != code:
             _log.info("the code of task %s has changed: it is loaded anew", task)
-            await self.close()
+            await self._end()
         if self._child is None:
             self._code.clear()
         self._code[task] = code
-
-
-def _bases_of(config: AgentConfig) -> dict[str, str]:
-    """The folders of pretrained models, as the training process is told; for none a place below which
-    nothing is."""
-    if config.policy.bases is None:
-        return {}
-    folders = [(config.folder / Path(each).expanduser()).resolve() for each in config.policy.bases]
-    return {BASES: os.pathsep.join(map(str, folders)) or os.devnull}
 
 
 class _Child:
@@ -224,7 +215,7 @@ class _Child:
         # A task needs no secrets of the agent's.
         environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         environment |= shown_gpus(config.policy.max_gpus, config.device, os.environ)[0]
-        environment |= _bases_of(config)
+        environment |= bases_of(config)
         if config.threads is not None:
             environment["OMP_NUM_THREADS"] = str(config.threads)
         process = await asyncio.create_subprocess_exec(

@@ -18,6 +18,7 @@ from roundtable.client.policy.config import AgentConfig
 from roundtable.client.trainer import Figures, ProgressListener, StepWork, TrainedUpdate, its_turn
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Settings
+from roundtable.client.worker.own_model import forget_unused
 from roundtable.client.worker.worker_trainer import order_of_work
 from roundtable.cluster.agent.device_probe import computes
 from roundtable.cluster.agent.failed_ranks import (
@@ -76,9 +77,7 @@ class ClusterTrainer:
             epsilon=config.policy.epsilon,
             delta=config.policy.delta,
             gpu_memory=config.policy.gpu_memory_bytes,
-            data_of={
-                table.use: table.data for table in config.task_tables.values() if table.data is not None
-            },
+            data_of={each.use: each.data for each in config.task_tables.values() if each.data is not None},
         )
         self._turn = asyncio.Lock()
         self._server: asyncio.Server | None = None
@@ -139,8 +138,8 @@ class ClusterTrainer:
         sums = (await self._do("evaluate", work, progress))["evaluated"]
         return {name: (value, count) for name, (value, count) in sums.items()}
 
-    def release(self, job: str) -> None:
-        """See Trainer: ends the ranks of the job, which frees their devices, and removes its checkpoints."""
+    def release(self, job: str, *, met: bool) -> None:
+        """See Trainer: ends the ranks of the job, which frees their devices, and removes what it kept."""
         releasing = asyncio.create_task(self._release(job))
         self._releasing.add(releasing)
         releasing.add_done_callback(self._releasing.discard)
@@ -152,6 +151,7 @@ class ClusterTrainer:
                     await self._end()
                 self._job = ""
             await asyncio.to_thread(remove_checkpoints, self._folder, self._table, job)
+            await asyncio.to_thread(forget_unused, Path(self._settings.jobs), job)
 
     async def close(self) -> None:
         """See Trainer."""

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from roundtable.cli.main import run as run_command
 from roundtable.client.join import join
 from roundtable.client.policy.config import AgentConfig
+from roundtable.client.worker import worker_trainer
 from roundtable.client.worker.script_trainer import Round
 from roundtable.core import JobConfig, Layout, Model, Site, load_task
 from roundtable.core.initial_model import initial_model
@@ -51,6 +52,12 @@ FAILS_ONCE = """
             raise ValueError("this once")
         return F.cross_entropy(model(batch[0]), batch[1])
 """
+
+
+@pytest.fixture
+def states_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What silos keep between rounds is there also once the job is over, to be looked at."""
+    monkeypatch.setattr(worker_trainer, "forget_unused", lambda jobs, job: None)
 
 
 @pytest.fixture
@@ -108,6 +115,7 @@ class Toy(Task):
 """
 
 
+@pytest.mark.usefixtures("states_stay")
 async def test_masked_factors_and_what_silos_remember_of_them_are_all_that_they_trained(
     federation: Federation,
 ) -> None:
@@ -145,6 +153,7 @@ async def test_masked_factors_and_what_silos_remember_of_them_are_all_that_they_
     torch.testing.assert_close(basis.T @ basis, torch.eye(2), rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("states_stay")
 async def test_three_silos_train_one_model(federation: Federation) -> None:
     _, folder = federation
     settings = {"learning_rate": 0.3, "epochs": 3, "batch_size": 8}
@@ -166,6 +175,7 @@ async def test_three_silos_train_one_model(federation: Federation) -> None:
 MASKED = {"level": "none", "secure_aggregation": True, "clip_norm": 0.2}
 
 
+@pytest.mark.usefixtures("states_stay")
 @pytest.mark.parametrize("privacy", [{"level": "none"}, MASKED], ids=["plain", "masked and clipped"])
 async def test_scaffolds_control_is_the_mean_of_what_the_silos_keep(
     federation: Federation, privacy: dict[str, Any]

@@ -186,6 +186,7 @@ async def test_what_error_feedback_remembers_is_of_the_noised_update(silo) -> No
     assert 1.0 < float(held.std()) < 5.0, "what is smallest of noise with a spread of 5"
     silo.coordinator.say(withdraw={"step": {"job": "job-1"}, "reason": "over"})
     await running
+    assert not state.parent.exists()  # Nothing goes on from it.
 
 
 async def test_a_privacy_that_no_script_can_keep_is_refused(silo) -> None:

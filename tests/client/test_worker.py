@@ -16,8 +16,9 @@ import pytest
 import torch
 from training_processes import ask, workers
 
+from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.policy_table import PolicyTable
-from roundtable.client.worker.worker_trainer import _post_mortem
+from roundtable.client.worker.worker_trainer import WorkerTrainer, _post_mortem
 from roundtable.core.initial_model import initial_model
 from roundtable.core.task import load_task
 
@@ -228,3 +229,22 @@ async def test_a_silo_whose_frozen_weights_differ_is_refused_by_name(silo, log) 
         failure = await ask(silo, 2)
         assert "'0.bias' is float32 [8] (frozen with values of digest" in failure.detail
         assert "pretrained weights" in failure.detail
+
+
+async def test_of_a_job_that_is_over_a_silos_own_model_alone_stays(tmp_path: Path) -> None:
+    config = AgentConfig("c:1", tmp_path, tmp_path, device="cpu", folder=tmp_path)
+    trainer = WorkerTrainer(config, "north", tmp_path / "jobs")
+    kept = {}
+    for job, other in (("plain", ""), ("personal", "order.json"), ("asked", "released-1.safetensors")):
+        for name in ("round-1.1.safetensors", "round-2.1.safetensors", other):
+            path = tmp_path / "jobs" / job / (name or "round-3.1.safetensors")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        kept[job] = path.parent
+        trainer.release(job, met=False)
+    trainer.release("never-seen", met=False)
+    await trainer.close()
+    assert not kept["plain"].exists()
+    assert len(list(kept["personal"].iterdir())) == 3
+    # A release with noise is the same whoever asks again.
+    assert [file.name for file in kept["asked"].iterdir()] == ["released-1.safetensors"]

@@ -91,8 +91,8 @@ async def test_the_end_of_a_job_removes_its_checkpoints_and_no_others(tmp_path: 
         folder.mkdir(parents=True)
     async with silo.trainer() as trainer:
         # Neither was the last that it worked on.
-        trainer.release("job-1")
-        trainer.release("job-3")
+        trainer.release("job-1", met=True)
+        trainer.release("job-3", met=True)
     assert [sorted(path.name for path in place.iterdir()) for place in places] == [["job-2"], ["job-2"]]
 
 

@@ -38,7 +38,7 @@ def silo_model(
 
     from roundtable.client.worker.executor import Executor
     from roundtable.client.worker.own_model import recall
-    from roundtable.client.worker.worker_trainer import settings_of
+    from roundtable.client.worker.process_settings import settings_of
     from roundtable.core.models import open_model
 
     config, _ = silo_of(context)
