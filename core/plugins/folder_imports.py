@@ -8,17 +8,18 @@ and no library that one machine happens to have takes the place of a file.
 
 from __future__ import annotations
 
-import ast
 import builtins
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from modulefinder import ModuleFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from blake3 import blake3
@@ -27,6 +28,7 @@ from typing_extensions import override
 _log = logging.getLogger(__name__)
 _PREFIX = "roundtable_file_"
 _INIT = "__init__.py"
+_FINDER = ModuleFinder()
 _loading = threading.RLock()
 
 
@@ -104,19 +106,27 @@ def files_of(path: Path) -> list[Path]:
 def _beside(file: Path, folder: Path) -> dict[str, Path]:
     """What the import statements of `file` name in `folder`: top-level name → its file."""
     try:
-        tree = ast.parse(file.read_bytes())
+        names = _named_in(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return {}  # Whoever runs or hashes the file says what is wrong with it.
-    names = set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module.partition(".")[0])
-    places = {name: (folder / name / _INIT, folder / f"{name}.py") for name in sorted(names)}
+    places = {name: (folder / name / _INIT, folder / f"{name}.py") for name in names}
     found = {name: next((place for place in two if place.is_file()), None) for name, two in places.items()}
     # A file xgboost.py that imports xgboost means the library, not itself.
     return {name: place for name, place in found.items() if place is not None and place != file}
+
+
+@lru_cache(maxsize=256)
+def _named_in(source: bytes) -> tuple[str, ...]:
+    """The top-level modules that its import statements name, sorted."""
+    # Of compiled code: two threads that make syntax trees may end in a SystemError (CPython, gh-106905).
+    names, left = set[str](), [compile(source, "<task>", "exec", dont_inherit=True, optimize=0)]
+    while left:
+        code = left.pop()
+        left += [each for each in code.co_consts if isinstance(each, CodeType)]
+        for kind, what in _FINDER.scan_opcodes(code):
+            if kind == "absolute_import":
+                names.add(what[1].partition(".")[0])
+    return tuple(sorted(names))
 
 
 def _name_of(path: Path) -> str:
