@@ -45,10 +45,8 @@ def job_of(folder: Path, algorithm: dict[str, Any], **tables: Any) -> JobConfig:
     )
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "method"),
-    [("fedavg", "full"), pytest.param("flora", "lora", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("algorithm", "method"), [("fedavg", "full"), ("flora", "lora")])
 def test_it_learns(folder: Path, algorithm: str, method: str) -> None:
     """FLoRA begins each round with fresh factors, and the head goes on from the silos' mean."""
     steps = {"name": algorithm, "batch_size": 4, "epochs": 4, "learning_rate": 5e-3}
