@@ -7,6 +7,7 @@ from what the rounds before it left, and what the server adds up of the silos' s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from roundtable.client.durable_files import replace_synced
 from roundtable.core.errors import EncodingError
 from roundtable.core.models import tensors_file
 
+_log = logging.getLogger("roundtable.agent")
 Counted = tuple[int, int]
 """(round, attempt) of the newest training step whose update is in the model."""
 
@@ -68,8 +70,11 @@ class SiloState:
                 path.unlink(missing_ok=True)
 
     def forget(self, job: str) -> None:
-        """Removes what all steps of a job left, which is over."""
-        self.forget_others(job, None, None)
+        """Removes what all steps of a job left, which is over; what cannot be removed is told."""
+        try:
+            self.forget_others(job, None, None)
+        except OSError as error:
+            _log.warning("what job %s kept here could not be removed: %s", job, error)
         with suppress(OSError):  # Other things of the job lie there.
             (self._folder / job).rmdir()
 

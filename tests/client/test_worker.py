@@ -231,7 +231,9 @@ async def test_a_silo_whose_frozen_weights_differ_is_refused_by_name(silo, log) 
         assert "pretrained weights" in failure.detail
 
 
-async def test_of_a_job_that_is_over_a_silos_own_model_alone_stays(tmp_path: Path) -> None:
+async def test_of_a_job_that_is_over_a_silos_own_model_alone_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = AgentConfig("c:1", tmp_path, tmp_path, device="cpu", folder=tmp_path)
     trainer = WorkerTrainer(config, "north", tmp_path / "jobs")
     kept = {}
@@ -243,7 +245,10 @@ async def test_of_a_job_that_is_over_a_silos_own_model_alone_stays(tmp_path: Pat
         kept[job] = path.parent
         trainer.release(job, met=False)
     trainer.release("never-seen", met=False)
+    (tmp_path / "jobs" / "stuck" / "round-1.1.safetensors").mkdir(parents=True)
+    trainer.release("stuck", met=False)
     await trainer.close()
+    assert "what job stuck kept here could not be removed" in caplog.text
     assert not kept["plain"].exists()
     assert len(list(kept["personal"].iterdir())) == 3
     # A release with noise is the same whoever asks again.
