@@ -40,6 +40,12 @@ class StreamReader(Protocol):
         """Lets go of files; nothing can be taken any more."""
 
 
+def lanes_of(dataset: Any) -> int:
+    """In how many lanes a data set's examples are dealt out; 0 where they are shared out evenly."""
+    source = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    return source.lanes if isinstance(source, TarShards) else 0
+
+
 def make_reader(
     dataset: Any, seed: StreamSeed, position: Position | None, share: ReadingShare = WHOLE
 ) -> StreamReader:

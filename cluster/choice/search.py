@@ -124,8 +124,7 @@ class Search:
 
     def micro_batches(self, strategy: Strategy) -> int:
         """How many make a step on each rank."""
-        share = -(-self.batch // strategy.mesh.data)
-        return -(-share // strategy.micro_batch)
+        return -(-self.probe.share(self.batch, strategy.mesh.data) // strategy.micro_batch)
 
     def needed(self, one: Found) -> Estimate:
         """The memory that a candidate needs."""

@@ -101,7 +101,7 @@ def step_time(
 ) -> StepTime:
     """The prediction for a batch of so many examples over all ranks."""
     wires = Wires(rates, resources, strategy.mesh, probe.gloo)
-    share = -(-batch // strategy.mesh.data)
+    share = probe.share(batch, strategy.mesh.data)
     count = -(-share // strategy.micro_batch)
     at_once = share / count
     if strategy.mesh.pp > 1:

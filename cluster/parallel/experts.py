@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from roundtable.cluster.parallel.routing import CROWDED, ExpertLoads, capacity_of, places_at, spread
+from roundtable.cluster.parallel.shared_batch_norm import MicroBatch
 from roundtable.core.errors import TaskError
 
 
@@ -151,6 +152,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(experts, dim, hidden)
         self.one_group = self.balance_read = False
         self.load: Tensor | None = None
+        self.current = MicroBatch()
         self._balance: Tensor | None = None
 
     @property
@@ -217,8 +219,9 @@ class MixtureOfExperts(nn.Module):
         return groups.reshape(-1, self.top_k), kept, min(groups.numel(), examples * experts * capacity)
 
     def _count(self, counts: Tensor) -> None:
-        """Adds to the step's loads; checkpointed layers count twice, which no share shows."""
-        if self.training and not isinstance(counts, FakeTensor):
+        """Adds to the step's loads, of examples and not of fillers; checkpointed layers count twice, which no
+        share shows."""
+        if self.training and self.current.counts and not isinstance(counts, FakeTensor):
             self.load = counts if self.load is None else self.load + counts
 
 
@@ -238,6 +241,13 @@ def expert_loads(model: nn.Module) -> ExpertLoads:
     """Of all layers with experts, in the model's order."""
     layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     return ExpertLoads(layers, [layer.experts.experts for layer in layers])
+
+
+def count_examples_alone(model: nn.Module, current: MicroBatch) -> None:
+    """Has layers leave the tokens of fillers, which are there to keep ranks in step, out of their loads."""
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.current = current
 
 
 def share_experts(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -73,9 +73,11 @@ def own_way(name: str) -> str:
     )
 
 
-def refuse_parts(layers: Sequence[str], strategy: Strategy, batch_size: int) -> str:
-    """Why a batch cannot be run in parts under the strategy; empty where it can, or is not."""
-    share = -(-batch_size // strategy.mesh.data)
+def refuse_parts(layers: Sequence[str], strategy: Strategy, share: int) -> str:
+    """Why a batch cannot be run in parts under the strategy; empty where it can, or is not.
+
+    `share` is the most examples of a batch that a rank gets.
+    """
     if not layers or strategy.batch_norm == "local" or strategy.micro_batch >= share:
         return ""
     return (

@@ -165,7 +165,7 @@ def _variants(
     """Without and with checkpointing, from large micro-batches to single examples."""
     hand, precision = table.strategy, table.precision
     assert precision != "auto", "settled before"
-    share = max(1, -(-job.algorithm.batch_size // mesh.data))
+    share = max(1, probe.share(job.algorithm.batch_size, mesh.data))
     sequence_parallel = hand.sequence_parallel
     if sequence_parallel is None:
         sequence_parallel = mesh.tp > 1 and not _no_sequence(probe, mesh.tp)
@@ -256,15 +256,20 @@ def refuse_pieces(probe: ModelProbe, strategy: Strategy, batch_size: int) -> str
     piece that it runs and each time that it is run again.
     """
     mesh, rewritten = strategy.mesh, probe.trace.rewritten
+    if strategy.local_steps and batch_size < mesh.dp:
+        return (
+            f"local_steps = {strategy.local_steps}: a batch of {batch_size} has no example for each of the "
+            f"{mesh.dp} replicas of dp, which count alike when they meet; use a smaller dp or a larger batch"
+        )
     own = [*probe.trace.normalised, *(each.module for each in rewritten if each.by_batch and not each.weight)]
     if own and (mesh.data > 1 or mesh.pp > 1) and strategy.batch_norm != "local":
         return own_way(own[0])
-    if reason := refuse_parts((*probe.anatomy.batch_norms, *own), strategy, batch_size):
+    share = probe.share(batch_size, mesh.data)
+    if reason := refuse_parts((*probe.anatomy.batch_norms, *own), strategy, share):
         return reason
     if not rewritten:
         return ""
     name = rewritten[0].name
-    share = -(-batch_size // mesh.data)
     if strategy.checkpointing != "none":
         return f"checkpointing: each forward pass changes {name}, and a block that is run again does so twice"
     if mesh.tp > 1 or mesh.pp > 1:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from roundtable.client.streams.shares import largest_share
 from roundtable.cluster.parallel.anatomy import Anatomy, Weight
 from roundtable.cluster.parallel.forward_trace import Trace
 from roundtable.cluster.parallel.pipeline_stages import partition
@@ -58,9 +59,10 @@ class ModelProbe:
     byte of gradients, and each parameter; `own_optimizer`: the task makes it, not the job; `by_entry`: it
     treats each entry by itself; `cannot_code` is why its state cannot be in 8 bits, `cannot_share` why it is
     not for ZeRO-1, `cannot_part` why it is not for sharded weights. `streamed`: the training data are a
-    stream; `whole_loss`: a batch's loss is not the mean of its examples'. `varies` names
-    a module that not every pass calls, empty where all do. `crowding` is how many times its share of the
-    tokens an expert may get, by its layer's name. `known` has sums that were asked for before.
+    stream, dealt out in `lanes` where there are any; `whole_loss`: a batch's loss is not the mean of its
+    examples'. `varies` names a module that not every pass calls, empty where all do. `crowding` is how many
+    times its share of the tokens an expert may get, by its layer's name. `known` has sums that were asked for
+    before.
     """
 
     anatomy: Anatomy
@@ -82,6 +84,7 @@ class ModelProbe:
     cannot_share: str = ""
     cannot_part: str = ""
     streamed: bool = False
+    lanes: int = 0
     whole_loss: bool = False
     varies: str = ""
     crowding: dict[str, float] = field(default_factory=dict)
@@ -91,6 +94,10 @@ class ModelProbe:
     def flops(self) -> float:
         """Operations of one example, forward and backward."""
         return self.work.flops
+
+    def share(self, batch_size: int, ranks: int) -> int:
+        """The most examples of a batch that one of the ranks that share it gets."""
+        return largest_share(batch_size, ranks, self.lanes)
 
 
 def with_momentum(probe: ModelProbe, momentum: float) -> ModelProbe:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from roundtable.client.streams.readers import lanes_of
 from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.checkpointing import checkpoint_blocks
@@ -115,6 +116,7 @@ def probe_model(
         work=count_work(task, batch),
         optimizer=cost.work,
         streamed=count_examples(data) is None,
+        lanes=lanes_of(data),
         whole_loss=is_whole_loss(task, traced, (example_batch(data, _MANY), batch)) or balances_batch(model),
         varies=varies,
         own_optimizer=cost.own,

@@ -132,7 +132,7 @@ def lightened(
         if strategy.micro_batch > 1 and not refusal:
             strategy = halved
             continue
-        accumulated = -(-job.algorithm.batch_size // strategy.mesh.data)
+        accumulated = probe.share(job.algorithm.batch_size, strategy.mesh.data)
         found = with_momentum(probe, make_algorithm(job.algorithm).step().momentum)
         needed = min(plan.estimate.peak, estimate(found, strategy, accumulated).peak)
         less = replace(resources, memory=int((needed - 1) / HEADROOM))

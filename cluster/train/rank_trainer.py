@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roundtable.client.streams.lanes import StreamSeed
+from roundtable.client.streams.readers import lanes_of
+from roundtable.client.streams.shares import largest_share
 from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.client.training.metrics import Counts, Metrics, add, checked
 from roundtable.client.training.sgd import Correction, RoundSchedule
@@ -97,9 +99,6 @@ class RankTrainer:
             seed=self.job.seed,
             plain=is_example_level(self.job),
         )
-        layers = batch_norms(self.replica.model)
-        if reason := refuse_parts(layers, self.strategy, self.job.algorithm.batch_size):
-            raise ConfigError(reason)
         self.places = Places(self.layout)
         self.lags = self.device.type == "cuda"
         set_products(self.strategy.precision, self.device)
@@ -130,6 +129,9 @@ class RankTrainer:
             apart=mesh.dp if self.strategy.local_steps else 1,
             shares=self.shares,
         )
+        share = largest_share(table.batch_size, mesh.data, lanes_of(data))
+        if reason := refuse_parts(batch_norms(self.replica.model), self.strategy, share):
+            raise ConfigError(reason)
         if count_examples(data) is None:
             return StreamedBatches(
                 data,
@@ -211,7 +213,9 @@ class RankTrainer:
                 found = None if lags else told.read()
                 if found is None or course.allows(step, found):
                     schedule.before(step)
-                    taking.take(ask=lags)
+                    # Of replicas that train apart, one without examples has no gradient to step by.
+                    if share.together or self.outer is None:
+                        taking.take(ask=lags)
             if self.outer and (step % self.strategy.local_steps == 0 or step == batches.steps):
                 self.outer.meet()
             rate = self.optimizer.param_groups[0]["lr"]
@@ -359,7 +363,7 @@ class RankTrainer:
         mesh = self.strategy.mesh
         near = mesh.fsdp if self.strategy.local_steps else mesh.data
         scale = 1.0 if self.scale is None else self.scale.scale
-        weights = [size * near * scale / share.together for size in share.sizes]
+        weights = [size * near * scale / max(share.together, 1) for size in share.sizes]
         losses = self.replica.backward(share.batches, weights, share.sizes)
         if self.peers is not None:
             return self._with_peers(self.peers, losses, share, taking, wishes)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.apply_strategy import apply_strategy, present_blocks, replicate
+from roundtable.cluster.parallel.experts import count_examples_alone
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.meta_init import check_same_tensors, check_shared_memory, model_on_meta
 from roundtable.cluster.parallel.pipeline_stages import (
@@ -123,6 +124,7 @@ class Replica:
             if anatomy.batch_norms and not self._plain:
                 group = None if self.strategy.batch_norm == "local" else self.meshes.batch()
                 share_batch_norms(model, group, self._current)
+            count_examples_alone(model, self._current)
             stage = self.strategy.stages_of(self.meshes.place("pp"))[index]
             if mesh.pp > 1:
                 if reason := refuse_cut(anatomy, stages):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ class Share:
     """One step's micro-batches of a rank: `sizes` in examples, 0 for a filler that keeps ranks in step.
 
     `total` counts the examples of the whole step over all ranks, `together` those of the ranks that share
-    their gradients with this one.
+    their gradients with this one: 0 where they have none.
     """
 
     batches: list[Any]
@@ -114,9 +114,12 @@ class SharedBatches:
             parts = rows.tensor_split(sharing.ranks)
         own, near = parts[sharing.rank], sharing.ranks // sharing.apart
         first = sharing.rank // near * near
-        together = max(1, sum(len(part) for part in parts[first : first + near]))
+        together = sum(len(part) for part in parts[first : first + near])
         most = max(1, len(own)) if sharing.shares is not None else -(-len(rows) // sharing.ranks)
-        cut = _equal(own, rows, sharing) if sharing.pipeline > 1 else _ragged(own, rows, sharing, most)
+        if sharing.pipeline > 1:
+            cut = _equal(own, rows, sharing, {len(part) for part in parts})
+        else:
+            cut = _ragged(own, rows, sharing, most)
         batches = [gather(self._dataset, part) for part, _ in cut]
         return Share(batches, [size for _, size in cut], len(rows), together)
 
@@ -128,15 +131,23 @@ def _ragged(own: Tensor, rows: Tensor, sharing: Sharing, most: int) -> list[tupl
     return parts + [(rows[:1], 0)] * (count - len(parts))
 
 
-def _equal(own: Tensor, rows: Tensor, sharing: Sharing) -> list[tuple[Tensor, int]]:
-    """Cuts into micro-batches of one size, as many as the pipeline's schedule takes."""
-    length = max(len(own), 1)
-    size = max(d for d in range(1, min(sharing.micro_batch, length) + 1) if length % d == 0)
-    parts = [(part, len(part)) for part in torch.split(own, size) if len(part)]
-    count = max(len(parts), sharing.pipeline)
+def _equal(own: Tensor, rows: Tensor, sharing: Sharing, lengths: Collection[int]) -> list[tuple[Tensor, int]]:
+    """Cuts into micro-batches of one size, as many as the pipeline's schedule takes.
+
+    As many on every rank, whose shares are of these `lengths`: those that share experts meet in each.
+    """
+    size = _even(len(own), sharing.micro_batch)
+    count = max(sharing.pipeline, *(-(-length // _even(length, sharing.micro_batch)) for length in lengths))
     if sharing.interleaved:
         count = -(-count // sharing.pipeline) * sharing.pipeline
+    parts = [(part, len(part)) for part in torch.split(own, size) if len(part)]
     return parts + [(rows[:1].expand(size), 0)] * (count - len(parts))
+
+
+def _even(length: int, most: int) -> int:
+    """The largest size of micro-batches, up to `most`, that leaves none of `length` examples over."""
+    length = max(length, 1)
+    return max(size for size in range(1, min(most, length) + 1) if length % size == 0)
 
 
 def gather(dataset: Any, rows: Tensor) -> Any:

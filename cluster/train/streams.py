@@ -90,7 +90,7 @@ class StreamedBatches:
         own = reader.take(self._batch_size)
         near = sharing.ranks // sharing.apart
         first = sharing.rank // near * near
-        together = max(1, sum(counts[first : first + near]))
+        together = sum(counts[first : first + near])
         size, count = sharing.micro_batch, -(-max(counts) // sharing.micro_batch)
         parts = [own[i : i + size] for i in range(0, len(own), size)]
         sizes = [len(part) for part in parts] + [0] * (count - len(parts))

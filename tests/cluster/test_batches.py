@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset
 
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.streams.readers import make_reader
-from roundtable.client.streams.shard_reader import merged
+from roundtable.client.streams.shard_reader import _owner, merged
+from roundtable.client.streams.shares import largest_share
 from roundtable.client.streams.tar_shards import TarShards
 from roundtable.client.training.batches import training_batches
 from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharing
@@ -57,10 +58,10 @@ def test_every_example_is_taken_once(
         assert torch.cat(taken).tolist() == expected.data[0].tolist()
         assert all(share.total == share.together == expected.size for share in shares)
         counts = {len(share.batches) for share in shares}
-        if pipeline == 1:
-            assert len(counts) == 1
-            assert all(size <= micro for share in shares for size in share.sizes)
-        else:
+        # Ranks meet in each: of shards, and of experts in a pipeline too.
+        assert len(counts) == 1
+        assert all(size <= micro for share in shares for size in share.sizes)
+        if pipeline > 1:
             assert min(counts) >= pipeline
             assert not interleaved or all(count % pipeline == 0 for count in counts)
             assert all(len({len(part[0]) for part in share.batches}) == 1 for share in shares)
@@ -114,9 +115,20 @@ def test_a_stream_is_shared_out_and_gone_on_with_at_any_world_size(
                 assert {share.total for share in shares} == {batch}
                 assert all(len(part["text"]) for share in shares for part in share.batches)
                 near = [sum(share.sizes) if apart else batch for share in shares]
-                assert [share.together for share in shares] == [max(1, size) for size in near]
+                assert [share.together for share in shares] == near
             done += steps
             place = merged(batches.own_place(done) for batches, _ in each)
+
+
+@given(examples=st.integers(1, 30), ranks=st.integers(1, 9), lanes=st.integers(0, 7))
+def test_the_largest_share_of_a_batch_is_that_of_some_step(examples: int, ranks: int, lanes: int) -> None:
+    most = 0
+    for taken in range(lanes * ranks * 2 or 1):
+        counts = [0] * ranks
+        for number in range(taken, taken + examples):
+            counts[_owner(number, lanes, ranks) if lanes else number % ranks] += 1
+        most = max(most, *counts)
+    assert largest_share(examples, ranks, lanes) == most
 
 
 def test_what_a_stream_needs(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster_cases import Case, adam
-from cluster_models import Mixture
+from cluster_models import Mixture, Normed
 from cluster_plans import case, plan
 from cluster_silo import TASK, Silo, watched
 from ranks import run_ranks
@@ -64,6 +64,8 @@ SHAPES = [
     ("zero3", plan("zero3", fsdp=2, checkpointing="every")),
     ("tp sequence", plan(tp=2, sequence_parallel=True)),
 ]
+# One rank has two of three lanes, and runs their four examples of six at once.
+NORMED = case("batch norm", plan("zero2", micro=4, fsdp=2), {"batch_size": 6, "steps": 3}, kind=Normed)
 OTHERS = [("ddp", plan("ddp", dp=2)), ("zero2", plan("zero2", micro=1, fsdp=2)), ("tp", plan(tp=2))]
 PRODUCTS = [
     ("hsdp", plan("zero3", dp=2, fsdp=2)),
@@ -83,6 +85,8 @@ def test_every_strategy_takes_the_samples_of_one_process(
     """Ranks that split layers read the same lanes, others have lanes of their own."""
     urls = [str(path) for path in write_shards(tmp_path, [9, 14, 5, 12])]
     cases = [case(name, strategy, {"batch_size": 6, "steps": 3}) for name, strategy in shapes]
+    if shapes is SHAPES:
+        cases.append(NORMED)
     if shapes is PRODUCTS:
         experts = Case("ep", plan("zero3", fsdp=4, ep=2), adam(block=Mixture), {"batch_size": 6, "steps": 3})
         cases.append(experts)

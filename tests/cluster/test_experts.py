@@ -139,7 +139,9 @@ def test_ranks_drop_and_send_what_one_process_does(tmp_path: Path) -> None:
 
 def test_a_step_tells_what_its_experts_got() -> None:
     model = {"block": Limited, "rule": RULES["capacity"]}
-    cases = [Case("c", strategy, adam(**model), STEPS) for strategy in (plan(), plan("zero3", fsdp=2, ep=2))]
+    # Of five examples one rank has two, and a filler beside, which is none.
+    steps, strategies = {**STEPS, "batch_size": 5}, (plan(), plan("zero3", fsdp=2, ep=2))
+    cases = [Case("c", strategy, adam(**model), steps) for strategy in strategies]
     alone = [report["experts"] for report in run_ranks(fit_and_report, 1, cases[0], 0.0)[0]]
     for reports in run_ranks(fit_and_report, 2, cases[1], 0.0):
         for report, expected in zip(reports, alone, strict=True):

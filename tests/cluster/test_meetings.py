@@ -162,6 +162,11 @@ def test_hands_that_contradict_each_other_are_refused(hand: dict[str, Any], said
         planned(None, local_steps=5, **hand)
 
 
+def test_replicas_that_would_never_have_an_example_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a batch of 3 has no example for each of the 4 replicas of dp"):
+        planned(None, {"batch_size": 3}, data_parallel="ddp", dp=4, local_steps=5)
+
+
 def test_the_weights_that_replicas_part_from_take_memory() -> None:
     def optimizer(**hand: Any) -> int:
         return planned(None, dp=4, data_parallel="ddp", **hand).estimate.optimizer

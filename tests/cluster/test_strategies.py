@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ TWO = [
 
 
 FOUR = [
-    case("hsdp", plan("zero3", dp=2, fsdp=2)),
+    # Of three examples the last rank has none.
+    case("hsdp", plan("zero3", dp=2, fsdp=2), {"batch_size": 3}),
     case("zero2 of four", plan("zero2", fsdp=4, micro=1)),
     case("dp tp", plan("zero2", dp=2, tp=2, sequence_parallel=True)),
     case("fsdp tp", plan("zero3", fsdp=2, tp=2, sequence_parallel=True)),
@@ -79,6 +81,8 @@ FOUR = [
     case("pp tp drawn", plan(pp=2, tp=2), kind=Drawn),
     case("pp fsdp", plan("zero2", pp=2, fsdp=2)),
     case("pp tp", plan(pp=2, tp=2, sequence_parallel=True)),
+    # Of seven examples one rank has three, in other micro-batches than four, and meets the other's tokens.
+    Case("pp ep ragged", plan("zero3", pp=2, fsdp=2, ep=2), experts(), {**STEPS, "batch_size": 7}),
     case("gpipe of four", plan(pp=4, schedule="gpipe", micro=1)),
     case("few examples", plan("zero3", fsdp=4), {"batch_size": 3}),
     case("dp tp tied", plan("zero2", dp=2, tp=2, sequence_parallel=True), tied=True),
@@ -108,7 +112,7 @@ FAST = [
     "looped bfs",
     "zero bubble",
 ]
-FAST += ["hsdp", "fsdp tp knotted", "fsdp tp", "pp fsdp", "ep"]
+FAST += ["hsdp", "fsdp tp knotted", "fsdp tp", "pp ep ragged", "ep"]
 SHORT = {"steps": 2}
 
 
@@ -183,6 +187,14 @@ def test_the_loss_of_a_model_in_bfloat16_is_not_in_bfloat16(cases: list[Case], t
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two ranks", "four ranks"])
 def test_all_strategies_equal_one_process(cases: list[Case], tmp_path: Path) -> None:
     check(run_ranks(run_cases, cases[0].strategy.mesh.world, cases, tmp_path), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two ranks", "four ranks"])
+def test_ranks_without_examples_change_nothing(cases: list[Case], tmp_path: Path) -> None:
+    exact = [each for each in cases if each.tolerance < 1e-6 and not each.strategy.local_steps]
+    few = [replace(each, algorithm={**each.algorithm, "batch_size": 1, "steps": 3}) for each in exact]
+    check(run_ranks(run_cases, few[0].strategy.mesh.world, few, tmp_path), few)
 
 
 @pytest.mark.slow

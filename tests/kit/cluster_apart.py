@@ -48,6 +48,8 @@ def diloco(
     for step, rows in enumerate(batches[:total], 1):
         parts = rows.tensor_split(replicas)
         for worker, optimizer, part in zip(workers, optimizers, parts, strict=True):
+            if not len(part):
+                continue
             optimizer.zero_grad()
             loss(worker, tuple(tensor[part] for tensor in data)).backward()
             if limit is not None:

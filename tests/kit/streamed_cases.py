@@ -47,14 +47,15 @@ def after_streams(rank: int, cases: list[Case], urls: list[str]) -> dict[str, fl
     """
     gaps = {}
     for each in cases:
-        case = replace(each, task=Streamed(urls, **each.task._model))  # type: ignore[attr-defined]
+        kind, sizes = each.task._kind, each.task._model  # type: ignore[attr-defined]
+        case = replace(each, task=Streamed(urls, kind=kind, **sizes))
         expected, starts = _alone(case)
         trainer = bench_of(case, Meshes(case.strategy.mesh, "cpu"))
         data, _ = case.task.data(Site("silo"))
         place = None
-        for round, start in enumerate(starts, 1):
+        for round, (start, others) in enumerate(starts, 1):
             trainer.optimizer = None
-            trainer.load(start, {})
+            trainer.load(start, others)
             batches = trainer.batches(data, round, place)
             trainer.fit(batches, round, RoundProgress(), lambda report: None)
             place = batches.place(batches.steps, dist.group.WORLD)  # type: ignore[union-attr]
@@ -62,27 +63,30 @@ def after_streams(rank: int, cases: list[Case], urls: list[str]) -> dict[str, fl
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
             for name, tensor in trainer.replica.tensors()
         }
-        initial = trainer.layout.unflatten(starts[-1])
+        initial = trainer.layout.unflatten(starts[-1][0])
         gaps[case.name] = max(
             float((value - expected[name]).abs().max() / (expected[name] - initial[name]).abs().max())
             for name, value in whole.items()
+            if value.is_floating_point()
         )
     return gaps
 
 
-def _alone(case: Case) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """(weights after two rounds, the model that each begins with, in float32) of one process."""
+def _alone(case: Case) -> tuple[dict[str, Tensor], list[tuple[Tensor, dict[str, Tensor]]]]:
+    """(weights after two rounds, what each begins with: the model in float32, and what does not travel) of
+    one process."""
     job = job_of(case)
     model = initial_state(case.task, job.seed)
     assert isinstance(model, nn.Module)
     layout = Layout.of(model)
-    starts = [layout.flatten(model).clone()]
+    counters = {name: value.clone() for name, value in model.named_buffers() if not value.is_floating_point()}
+    starts = [(layout.flatten(model).clone(), counters)]
     data, _ = case.task.data(Site("silo"))
     local: dict[str, Tensor] = {}
     for round in (1, 2):
-        work = LocalWork(job, layout, starts[-1], round, "silo", local or None)
+        work = LocalWork(job, layout, starts[-1][0], round, "silo", local or None)
         update = train(case.task, model, data, work)
-        if round == 1:
-            starts.append(layout.flatten(model).clone())
         local = dict(update.local)
+        if round == 1:
+            starts.append((layout.flatten(model).clone(), local))
     return {name: value.clone() for name, value in model.state_dict().items()}, starts
