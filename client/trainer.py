@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,7 @@ class StepWork:
     the work: its kind (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
     `set_up` hears what the step is trained on, once that is known.
     `in_line` hears that the step stands in line behind others (True), and that its turn has come (False).
+    `ahead` says, once the step is done, whether the round behind it may be trained before its order is here.
     """
 
     step: StepKey
@@ -66,6 +67,7 @@ class StepWork:
     trouble: Callable[[str, str, str], None] = field(default=lambda kind, detail, action: None, compare=False)
     set_up: Callable[[TrainingSetup], None] = field(default=lambda setup: None, compare=False)
     in_line: Callable[[bool], None] = field(default=lambda waits: None, compare=False)
+    ahead: Callable[[], Awaitable[bool]] | None = field(default=None, compare=False)
 
     @property
     def kept(self) -> tuple[int, int] | None:

@@ -93,6 +93,8 @@ def document_of(name: str, column: str = "") -> Document:
     }
     if composition.one_by_one:
         document["cohort"] = {"size": 1, "strategy": "round_robin"}
+    if composition.outer_step:
+        document["cohort"] = {"size": 3, "minimum": 3}
     if column in ENCODED:
         document["transfer"] = dict(ENCODED[column])
     if document.get("transfer", {}).get("feedback") == "ef21":

@@ -8,14 +8,13 @@ with all the reasons.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal
 
 from roundtable.client.agent.revocations import Revocations
-from roundtable.client.agent.silo_log import NAME, SiloLog
+from roundtable.client.agent.silo_log import NAME, SiloLog, noted_sums
 from roundtable.client.agent.spool import Finished
 from roundtable.client.door.incoming import ExchangeWork, Receipt, StepInstruction
 from roundtable.client.door.outgoing import ProgressFigures, UpdateFigures, receipt_statement, sign_update
@@ -83,10 +82,7 @@ class Gatekeeper:
         """The silo's own code for the step; WorkFailed with every reason why the silo does not do it."""
         try:
             known = self._known(step, instruction, job)
-            reasons = self.rules.objections(job, known.submitter or None, datetime.now())
-            reasons += self._to_sum(known, job)
-            reasons += too_many_today(self._config.policy.analyses, job, known, self._jobs)
-            reasons += self._to_decision(known, bool(reasons))
+            reasons = self._to_job(known, job)
             reasons += self._to_step(step, instruction, job, known)
             region = self._region(instruction, job) if not reasons else {}
             if self._jobs.get(known.id) is None:
@@ -113,6 +109,11 @@ class Gatekeeper:
         self.recent.admit(known.id, job)
         return self.rules.references[task]
 
+    def still_admits(self, step: StepKey, job: JobConfig) -> bool:
+        """Whether the silo, by now, would let in the job of a step that it has done."""
+        known = self._jobs.get(step.job)
+        return known is not None and not self._to_job(known, job)
+
     def seconds(self, deadline: float) -> float:
         """How long a step may take: as the round says, and no longer than the policy."""
         most = self._config.policy.seconds
@@ -132,7 +133,7 @@ class Gatekeeper:
             step.job,
             round=step.round,
             attempt=step.attempt,
-            metrics=_noted(told.value),
+            metrics=noted_sums(told.value),
         )
         return told
 
@@ -186,7 +187,7 @@ class Gatekeeper:
         }
         if not finished.announcement:
             figures = finished.told.value
-            values |= {"examples": figures.examples, "metrics": _noted(figures.metrics)}
+            values |= {"examples": figures.examples, "metrics": noted_sums(figures.metrics)}
         self.silo_log.note(self.name, "sent", step.job, job=step.job, **values)
 
     def without_proof(self) -> list[Finished]:
@@ -350,6 +351,13 @@ class Gatekeeper:
                 f"since it was signed, {age / 86400:.1f} days ago: that is more runs than have come due"
             )
 
+    def _to_job(self, known: KnownJob, job: JobConfig) -> list[str]:
+        """What is wrong with the job, whatever its step."""
+        reasons = self.rules.objections(job, known.submitter or None, datetime.now())
+        reasons += self._to_sum(known, job)
+        reasons += too_many_today(self._config.policy.analyses, job, known, self._jobs)
+        return reasons + self._to_decision(known, bool(reasons))
+
     def _to_decision(self, known: KnownJob, refused: bool) -> list[str]:
         """What a person here has said against the job, or has not said yet though the policy wants it."""
         decision = self._jobs.decision(known)
@@ -383,14 +391,6 @@ class Gatekeeper:
         if first and _model(instruction) != known.initial_model:
             reasons.append("round 1 begins with another model than the one that the submitter signed")
         return reasons
-
-
-def _noted(metrics: Metrics) -> dict[str, list[float | str]]:
-    """Sums and counts as the log keeps them; what is not finite as text, which JSON can say."""
-    return {
-        name: [total if math.isfinite(total) else str(total), count]
-        for name, (total, count) in metrics.items()
-    }
 
 
 def _model(instruction: StepInstruction) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from typing import Any
 
 from roundtable.client.agent.connection import Backoff
 from roundtable.client.durable_files import append_synced, replace_synced
+from roundtable.client.training.metrics import Metrics
 from roundtable.core.errors import IdentityError, ResourceError, RoundtableError
 from roundtable.core.evidence.archive_shelf import write_archive
 from roundtable.core.evidence.audit_archive import (
@@ -252,3 +254,11 @@ def _ends(path: Path) -> tuple[AuditEntry | None, AuditEntry | None, int]:
                 f"the silo's log {path} is damaged: keep it for whoever looks into it, and move it away"
             ) from error
     return first, last, sealed
+
+
+def noted_sums(metrics: Metrics) -> dict[str, list[float | str]]:
+    """Sums and counts as the log keeps them; what is not finite as text, which JSON can say."""
+    return {
+        name: [total if math.isfinite(total) else str(total), count]
+        for name, (total, count) in metrics.items()
+    }

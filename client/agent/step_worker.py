@@ -125,6 +125,7 @@ class StepWorker:
             trouble=partial(self._reporter.trouble, step),
             set_up=partial(self._reporter.set_up, step),
             in_line=in_line,
+            ahead=partial(self._may_go_ahead, step, job),
         )
         if step.phase == PREPARE:
             return await self._prepare(work, asked.model.digest)
@@ -138,6 +139,12 @@ class StepWorker:
         if asked.kind == "train":
             return await self._train(work, asked.model.digest)
         return await self._evaluate(work, asked.model.digest)
+
+    async def _may_go_ahead(self, step: StepKey, job: JobConfig) -> bool:
+        """Whether the silo may train the round behind a step before it is asked to."""
+        if step.round == job.rounds or not self._gate.still_admits(step, job):
+            return False
+        return not await self._health.before(step.job, job.task.name)
 
     async def _train(self, work: StepWork, model: str) -> Finished:
         trained = await self._trained(work)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.training.local_work import LocalWork
-from roundtable.core.algorithms.contract import SECOND, ClientAlgorithm, ClientRound, Sent
+from roundtable.core.algorithms.contract import SECOND, ClientAlgorithm, ClientRound, OuterStep, Sent
 from roundtable.core.algorithms.round_context import Context
+from roundtable.core.algorithms.schedules import Schedule
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, TaskError
 from roundtable.core.layout import Layout
 from roundtable.core.privacy_table import bound_of
@@ -89,6 +91,11 @@ class AlgorithmRound:
         views = self._layout.model.unflatten(vector)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         return [views[names[id(p)]].to(p.device, p.dtype) for p in parameters]
+
+    def arrived(self, vector: Tensor) -> None:
+        """The model that the round is of, and its places, where training began before they were there."""
+        down = {name: vector[place] for name, place in self._layout.places.items()}
+        self.round = replace(self.round, vector=vector[: self._layout.model.size], down=down)
 
     @property
     def ends(self) -> bool:
@@ -172,7 +179,15 @@ def begun(
         trained=trained,
         measure=measure if algorithm.measures else None,
         bound=bound_of(work.job.privacy),
+        outer=_outer_step(work.job, work.round) if algorithm.composition.outer_step else None,
     )
+
+
+def _outer_step(job: JobConfig, round: int) -> OuterStep:
+    table, size = job.aggregation.server_optimizer, job.cohort.size
+    assert size is not None, "checked before round 1"
+    rate = table.learning_rate * Schedule.of(table.schedule).factor(round - 1)
+    return OuterStep(rate, table.momentum or 0.0, 1 / size)
 
 
 def kept_tensors(local: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

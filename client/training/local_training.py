@@ -111,7 +111,7 @@ def _train_module(
     module = module.to(device)
     vector = work.vector[: layout.size]
     with borrowed(module, layout, vector, work.local), ExitStack() as hooks:
-        start = vector if _is_plain(layout) else layout.flatten(module, torch.empty_like(vector))
+        start = vector if is_plain(layout) else layout.flatten(module, torch.empty_like(vector))
         parameters = [p for p in module.parameters() if p.requires_grad]
         measure = partial(whole_loss, task, module, data, work, device, execution.before_batch)
         trained = trained_slices(module, layout)
@@ -145,6 +145,10 @@ def _train_module(
             asked = asking(batches, execution.before_batch)
             taken = asked if own is None else _remembered(asked, seen)
             loop.fit(taken, correct, watched(progress, work, data))
+        if execution.arrives is not None:
+            assert is_plain(layout)
+            rules.arrived(execution.arrives())
+            start = rules.round.vector
         row = torch.empty(work.layout.sent.size) if execution.out is None else execution.out
         delta = row[: layout.size]
         layout.flatten(module, delta).sub_(start)
@@ -234,7 +238,7 @@ def _train_arrays(
     result = task.fit(arrays_of(layout, vector, local), data, options)
     weights, examples, metrics = fit_result(result, task)
     state = state_of(layout, weights)
-    start = vector if _is_plain(layout) else layout.flatten({**state, **layout.unflatten(vector)})
+    start = vector if is_plain(layout) else layout.flatten({**state, **layout.unflatten(vector)})
     out = torch.empty(layout.size) if execution.out is None else execution.out
     delta = layout.flatten(state, out).sub_(start)
     _check_finite(delta, job)
@@ -268,7 +272,7 @@ def _protected(update: LocalUpdate, job: JobConfig, protection: Protection | Non
     return replace(update, examples=1, loss=math.nan, metrics={})
 
 
-def _is_plain(layout: Layout) -> bool:
+def is_plain(layout: Layout) -> bool:
     """Whether the model holds the vector exactly, so that local − global needs no rounded copy of it."""
     return all(spec.dtype in ("float32", "float64") for spec in layout.averaged)
 

@@ -86,6 +86,8 @@ class Execution:
     update: float32 on CPU of shape [layout.sent.size]. `protection` serves where the silo itself makes the
     update private. With `micro_batch`, no more than so many examples are in memory at once: the same batches,
     their gradients added up from parts. `before_batch` is called before each batch and may raise `Stopped`.
+    `arrives` serves where the algorithm goes ahead and the round's model is not there yet: after the last
+    step it waits for that model and gives it, in the place of the `vector` that training was given.
     """
 
     device: str | torch.device = "cpu"
@@ -94,6 +96,7 @@ class Execution:
     protection: Protection | None = None
     micro_batch: int | None = None
     before_batch: BeforeBatch | None = None
+    arrives: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True)

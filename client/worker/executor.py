@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,13 @@ from roundtable.client.streams.kept_position import NAME
 from roundtable.client.trainer import TrainedUpdate, write_remembering
 from roundtable.client.training.algorithm_round import preparation
 from roundtable.client.training.evaluation import evaluate
-from roundtable.client.training.local_training import check_evaluation, split_data, train
+from roundtable.client.training.local_training import (
+    check_evaluation,
+    is_plain,
+    module_of,
+    split_data,
+    train,
+)
 from roundtable.client.training.local_work import BeforeBatch, Execution, LocalWork, Progress
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.module_state import borrowed
@@ -84,6 +92,19 @@ class _WarmJob:
     layout: Layout
     out: Tensor
     mode: str = "auto"
+    second: nn.Module | None = None
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a round of it can be trained before its order is here."""
+        plain = is_plain(self.layout.model) and isinstance(self.model, nn.Module)
+        return plain and self.algorithm.goes_ahead()
+
+    def apart(self) -> nn.Module:
+        """A second model, so that the first can be evaluated while this one is trained."""
+        if self.second is None:
+            self.second = copy.deepcopy(module_of(self.model))
+        return self.second
 
 
 class Executor:
@@ -105,20 +126,31 @@ class Executor:
         progress: Progress,
         before_batch: BeforeBatch | None = None,
         trouble: Trouble = lambda kind, detail, action: None,
+        arrives: Callable[[], Order] | None = None,
     ) -> TrainedUpdate:
         """Trains, writes the encoded update to `order.output`, and saves tensors that stay at the silo.
 
         `before_batch` is called before each batch, and may raise Stopped: nothing is written then, and what
         was paid for stays paid. `trouble` hears, before the first batch, of state that the silo has lost.
+        With `arrives` the order is a guess (`Order.next`): after the last step that waits for the real one,
+        which goes on from the same state, and gives it.
         """
         warm, start = self._prepare(order)
+
+        def arriving() -> Tensor:
+            nonlocal order, start
+            assert arrives is not None
+            order = arrives()
+            _, start = self._prepare(order)
+            return start.vector
+
         data, _ = self._data_of(order.task, warm)
         local = self._kept(order, warm, trouble)
         self._remember(order, warm)
         protection = self._protection(order, warm.mode)
         update = train(
             warm.task,
-            warm.model,
+            warm.model if arrives is None else warm.apart(),
             data,
             LocalWork(
                 warm.config,
@@ -138,6 +170,7 @@ class Executor:
                 protection=protection,
                 micro_batch=part_of_batch(warm.config, order.halvings) if order.halvings else None,
                 before_batch=before_batch,
+                arrives=None if arrives is None else arriving,
             ),
         )
         warm.mode = protection.mode
@@ -164,6 +197,11 @@ class Executor:
         return Protection(
             payment(folder, *step, settings.epsilon, settings.delta), mode=mode, release=release
         )
+
+    def can_go_ahead(self, order: Order) -> bool:
+        """Whether the round behind an order that was done can be trained before its own is here."""
+        warm = self._warm
+        return warm is not None and warm.job == order.job and warm.goes_ahead
 
     def evaluate(self, order: Order, before_batch: BeforeBatch | None = None) -> Metrics:
         """Evaluates the model, with the silo's own tensors in it, on the silo's test data.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import math
 import os
 import queue
@@ -21,12 +22,15 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from roundtable.client.failures import diagnose
+from roundtable.client.trainer import TrainedUpdate
 from roundtable.client.training.local_work import Stopped
 from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.rehearsal import ACTS, BATCHES, rehearse
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.machine.process_facts import die_with_parent, held_memory
+from roundtable.core.seeds import isolated_randomness
 
+_log = logging.getLogger("roundtable.worker")
 _PROGRESS_SECONDS = 0.5
 _MEMORY_SECONDS = 0.1
 _FATAL = ("out_of_memory", "gpu_error")
@@ -39,7 +43,8 @@ class _Commands:
     """Reads the agent's lines in a thread, so that a stop arrives while an order is worked on."""
 
     def __init__(self, source: TextIO) -> None:
-        self.orders: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._orders: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._returned: list[dict[str, Any]] = []
         self.withdrawn = 0
         self._source = source
         threading.Thread(target=self._read, daemon=True).start()
@@ -50,9 +55,21 @@ class _Commands:
             if command["do"] == "stop":
                 self.withdrawn = command["number"]
             else:
-                self.orders.put(command)
+                self._orders.put(command)
         # The agent is gone; training for nobody would only hold the device.
         os._exit(0)
+
+    def take(self) -> dict[str, Any]:
+        """The next one, once it is there."""
+        return self._returned.pop() if self._returned else self._orders.get()
+
+    def waiting(self) -> bool:
+        """Whether there is one."""
+        return bool(self._returned) or not self._orders.empty()
+
+    def give_back(self, command: dict[str, Any]) -> None:
+        """It is taken next."""
+        self._returned.append(command)
 
 
 def main() -> None:
@@ -63,7 +80,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     commands = _Commands(sys.stdin)
-    begin = commands.orders.get()
+    begin = commands.take()
     if (most := begin["settings"].get("memory")) is not None:
         threading.Thread(target=_watch_memory, args=(most, answers), daemon=True).start()
     executor = _attempt(answers, lambda: Executor(Settings(**begin["settings"])))
@@ -71,7 +88,7 @@ def main() -> None:
         return
     _say(answers, {"ready": str(executor.device)})
     while True:
-        _serve(executor, commands.orders.get(), commands, answers)
+        _serve(executor, commands.take(), commands, answers)
 
 
 class _OrderInHand:
@@ -111,7 +128,88 @@ class _OrderInHand:
         _say(self._answers, message)
 
 
+class _Ahead:
+    """The next round's training while its order is on the way: a guess, until the order says the same.
+
+    Orders to evaluate the job's models are done in between, on a model of their own. Any other order than the
+    one that was guessed ends it, and is done as if nothing had been trained.
+    """
+
+    def __init__(self, executor: Executor, done: Order, commands: _Commands, answers: TextIO) -> None:
+        self.order = done.next()
+        self.told: _OrderInHand | None = None
+        self._executor = executor
+        self._commands = commands
+        self._answers = answers
+        self._batches = 0
+
+    def progress(self, done: int, total: int, loss: float) -> None:
+        if self.told is not None:
+            self.told.progress(done, total, loss)
+
+    def before_batch(self) -> None:
+        """Raises Stopped once the guess is wrong, or its order is withdrawn."""
+        if self.told is None and self._commands.waiting():
+            self._look()
+        if self.told is None:
+            self._batches += 1
+        else:
+            self.told.before_batch()
+
+    def arrives(self) -> Order:
+        """The real order."""
+        while self.told is None:
+            self._look()
+        return self.order
+
+    def _look(self) -> None:
+        command = self._commands.take()
+        order = Order.of(command["order"]) if "order" in command else None
+        if order is not None and command["do"] == "train" and self.order.foretold(order):
+            self.order = order
+            self.told = _OrderInHand(command["number"], self._commands, self._answers)
+            _say(self._answers, {"ahead": self._batches})
+        elif order is not None and command["do"] == "evaluate" and order.job == self.order.job:
+            # Training goes on with the numbers that it would have drawn.
+            with isolated_randomness(0, self._executor.device):
+                _serve(self._executor, command, self._commands, self._answers)
+        else:
+            self._commands.give_back(command)
+            raise Stopped
+
+
+def _go_ahead(executor: Executor, done: Order, commands: _Commands, answers: TextIO) -> None:
+    """Trains the round behind the order `done`; what fails before its own is here fails again with it."""
+    ahead = _Ahead(executor, done, commands, answers)
+    try:
+        trained = executor.train(
+            ahead.order, ahead.progress, ahead.before_batch, lambda *said: None, ahead.arrives
+        )
+        _say(answers, _trained(executor, ahead.order, trained))
+    except Stopped:
+        if ahead.told is not None:
+            _say(answers, {"stopped": True})
+    except Exception as error:  # noqa: BLE001 - a task may raise anything
+        if ahead.told is not None:
+            _fail(answers, error, begun=ahead.told.begun)
+            return
+        found = diagnose(error, begun=True)
+        _log.warning("round %d was begun ahead, and is given up: %s", ahead.order.round, found.detail)
+        if found.kind in _FATAL:
+            os._exit(1)
+
+
+def _trained(executor: Executor, order: Order, update: TrainedUpdate) -> dict[str, Any]:
+    """`next`: whether the round behind it can be trained before its order is here."""
+    return {"trained": asdict(update), "next": executor.can_go_ahead(order)}
+
+
 def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, answers: TextIO) -> None:
+    if command["do"] == "rest":
+        return
+    if command["do"] == "ahead":
+        _go_ahead(executor, Order.of(command["order"]), commands, answers)
+        return
     order, told = Order.of(command["order"]), _OrderInHand(command["number"], commands, answers)
 
     def work() -> dict[str, Any]:
@@ -119,7 +217,9 @@ def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, ans
             tried = rehearse(executor.settings, order, executor.device, told.begins)
             return {"rehearsed": asdict(tried)}
         if command["do"] == "train":
-            return {"trained": asdict(executor.train(order, told.progress, told.before_batch, told.trouble))}
+            return _trained(
+                executor, order, executor.train(order, told.progress, told.before_batch, told.trouble)
+            )
         return {"evaluated": executor.evaluate(order, told.before_batch)}
 
     try:
@@ -138,13 +238,17 @@ def _attempt(answers: TextIO, work: Any, begun: Callable[[], bool] = lambda: Fal
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - a task may raise anything, and the agent must hear of it
-        diagnosis = diagnose(error, begun=begun())
-        # Memory stays fragmented and a CUDA context broken: the next order gets a fresh process.
-        leaving = diagnosis.kind in _FATAL
-        _say(answers, {"failed": asdict(diagnosis), "leaving": leaving})
-        if leaving:
-            os._exit(1)
+        _fail(answers, error, begun=begun())
         return None
+
+
+def _fail(answers: TextIO, error: Exception, *, begun: bool) -> None:
+    diagnosis = diagnose(error, begun=begun)
+    # Memory stays fragmented and a CUDA context broken: the next order gets a fresh process.
+    leaving = diagnosis.kind in _FATAL
+    _say(answers, {"failed": asdict(diagnosis), "leaving": leaving})
+    if leaving:
+        os._exit(1)
 
 
 def _watch_memory(most: int, answers: TextIO) -> None:

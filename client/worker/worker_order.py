@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from roundtable.client.step_key import StepKey
@@ -34,6 +34,17 @@ class Order:
         """The order that `asdict` has put into JSON."""
         counted = plain.get("counted")
         return cls(**{**plain, "counted": tuple(counted) if counted else None})
+
+    def next(self) -> Order:
+        """The order of the round behind this one, as far as it can be told before it is here: what this one
+        left is what counts."""
+        counted = (self.round, self.attempt)
+        return replace(self, round=self.round + 1, attempt=1, counted=counted)
+
+    def foretold(self, real: Order) -> bool:
+        """Whether `real` asks for what this guess has trained; what comes after the last step may differ."""
+        later = ("attempt", "model", "output", "encoding")
+        return replace(self, **{name: getattr(real, name) for name in later}) == real
 
     @property
     def step(self) -> StepKey:

@@ -75,7 +75,8 @@ class Composition:
     many. `unequal_steps`: whether slow clients may take fewer steps without a bias towards the others.
     `adaptive_clipping`: whether updates may be clipped to a norm that clients do not know before, or by
     layer. The rest: `buffered` rounds, tasks without gradients (ArrayTask). `one_by_one`: a round asks one
-    client, in turn. `task_method`: what the task must have beside its own.
+    client, in turn. `task_method`: what the task must have beside its own. `outer_step`: whether clients take
+    their own share in the server's step, so that they must know all of it.
     """
 
     levels: frozenset[str] = frozenset({"none"})
@@ -95,7 +96,18 @@ class Composition:
     arrays: bool = False
     one_by_one: bool = False
     task_method: str = ""
+    outer_step: bool = False
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """The server's step of a round, x ← x + rate (Δ + momentum m) with m ← momentum m + Δ, and the `share` of
+    one client's update in Δ."""
+
+    rate: float
+    momentum: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,8 @@ class ClientRound:
     this client sends as its own, as at a silo without masks. `compare(name, table, least)` raises where the
     table differs from what analyses read before in fewer rows, and keeps it. `noised(sums, about)`, at
     level example, gives float64 numbers, of which one record changes all rounds' together by 1 at most (L2),
-    with the noise that hides it; the same when this round is asked again about the same.
+    with the noise that hides it; the same when this round is asked again about the same. outer: where the
+    algorithm declares `outer_step`.
     scratch: what hooks hand to later hooks of the same round.
     """
 
@@ -129,6 +142,7 @@ class ClientRound:
     alone: bool = False
     compare: Compare | None = None
     noised: Noised | None = None
+    outer: OuterStep | None = None
     scratch: dict[str, Any] = field(default_factory=dict)
 
     def on_trained(self, values: Tensor) -> Tensor:
@@ -228,6 +242,11 @@ class ClientAlgorithm:
         from the model as received.
         """
         return nullcontext()
+
+    def goes_ahead(self) -> bool:
+        """Whether a client that was in the round before trains from what that left alone, so that it may do
+        so before the round's model is there: of hooks only `end` finds that model in `round.vector`."""
+        return False
 
     def holds(self, round: ClientRound) -> Held:
         """What the client holds beside its model until the round's end, as it is at first; after `begin`.

@@ -37,9 +37,10 @@ from roundtable.core.algorithms.personal.fedrep import FedRep
 from roundtable.core.algorithms.personal.partial_models import FedBn, FedPer, LgFedAvg
 from roundtable.core.algorithms.personal.pfedme import PFedMe
 from roundtable.core.algorithms.personal.tuned_models import FedBabu, FineTuning, PerFedAvg
+from roundtable.core.algorithms.pretraining.eager import Eager
+from roundtable.core.algorithms.pretraining.streaming import Streaming
 from roundtable.core.algorithms.qfedavg import QFedAvg
 from roundtable.core.algorithms.scaffold import Scaffold
-from roundtable.core.algorithms.streaming import Streaming
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.plugins.calls import check_methods, place_of
@@ -57,6 +58,7 @@ _HOOKS = {
     "resting": ("model",),
     "begin": ("round",),
     "while_training": ("round", "module"),
+    "goes_ahead": (),
     "holds": ("round",),
     "phase": ("round", "number"),
     "gradients": ("work",),
@@ -87,6 +89,7 @@ BUILTINS: Mapping[str, type[ClientAlgorithm]] = {
     "lg_fedavg": LgFedAvg,
     "fedbn": FedBn,
     "streaming": Streaming,
+    "eager": Eager,
 }
 """The algorithms that train any model."""
 FACTORED: Mapping[str, type[ClientAlgorithm]] = {"flora": Flora, "flexlora": FlexLora, "hetlora": HetLora}

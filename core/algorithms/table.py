@@ -24,8 +24,6 @@ class AlgorithmTable(Table):
             f'name = "{name}"'
             for name in ("fedavgm", "diloco", "fedadagrad", "fedadam", "fedyogi", "fedlion")
         },
-        "eager": "there are no eager updates (Kale et al. 2025): they let a silo go on while a round is on "
-        "its way, and here a round's model is there before the next round begins; leave it out",
     }
 
     exact: ClassVar[bool] = False

@@ -81,6 +81,8 @@ def _check_round(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
             f"aggregation.server_optimizer and {said}: leave it out, and the model is moved by "
             "the algorithm alone"
         )
+    if composition.outer_step:
+        _check_outer_step(job, said)
     if composition.one_by_one and (cohort.size != 1 or cohort.strategy != "round_robin"):
         raise ConfigError(
             f'{said}: set cohort.size = 1 and cohort.strategy = "round_robin"; a round is one hop'
@@ -95,6 +97,21 @@ def _check_round(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
             f"evaluation.every and {said}: its metrics would be of what stays at a silo, which no noise "
             "protects; set evaluation.every = 0"
         )
+
+
+def _check_outer_step(job: JobConfig, said: str) -> None:
+    """Clients know the server's step, and how many of them are in it, from the job alone."""
+    server, cohort = job.aggregation.server_optimizer, job.cohort
+    wanted = [
+        (server.name in ("fedavg", "diloco"), ("aggregation", "server_optimizer"), '"diloco" or "fedavg"'),
+        (cohort.size is not None, ("cohort", "size"), "the number of silos whose updates a round adds up"),
+        (cohort.over_selection == 1.0, ("cohort", "over_selection"), "1"),
+        (not job.regions.sum, ("regions", "sum"), "false"),
+        (job.regions.rounds == 1, ("regions", "rounds"), "1"),
+    ]
+    for fine, key, value in wanted:
+        if not fine:
+            raise ConfigError(f"{'.'.join(key)} and {said}; set {value}", key=key)
 
 
 def _check_merging(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:

@@ -18,7 +18,8 @@ from training_processes import ask, workers
 
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.policy_table import PolicyTable
-from roundtable.client.worker.worker_trainer import WorkerTrainer, _post_mortem
+from roundtable.client.worker.training_process import post_mortem
+from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.initial_model import initial_model
 from roundtable.core.task import load_task
 
@@ -66,7 +67,7 @@ async def test_withdrawn_training_stops_and_the_process_stays_warm(silo, log, mo
         update={"algorithm": silo.job.algorithm.model_copy(update={"epochs": 100_000})}
     )
     silo.play("slow")
-    monkeypatch.setattr("roundtable.client.worker.worker_trainer._STOP_SECONDS", 60.0)
+    monkeypatch.setattr("roundtable.client.worker.training_process._STOP_SECONDS", 60.0)
     async with silo.agent():
         coordinator.say(instruction=silo.instruction(1))
         await coordinator.until(
@@ -77,7 +78,7 @@ async def test_withdrawn_training_stops_and_the_process_stays_warm(silo, log, mo
         coordinator.say(instruction=silo.instruction(2, phase="evaluate"))
         await coordinator.hear("evaluated")
         assert workers(os.getpid()) == warm
-        monkeypatch.setattr("roundtable.client.worker.worker_trainer._STOP_SECONDS", 0.1)
+        monkeypatch.setattr("roundtable.client.worker.training_process._STOP_SECONDS", 0.1)
         silo.play("hang")
         coordinator.say(instruction=silo.instruction(3))
         await log.until("task: hanging")
@@ -90,7 +91,7 @@ async def test_withdrawn_training_stops_and_the_process_stays_warm(silo, log, mo
 
 async def test_a_step_in_line_says_so_and_its_time_does_not_run(silo, log, monkeypatch) -> None:
     coordinator = silo.coordinator
-    monkeypatch.setattr("roundtable.client.worker.worker_trainer._STOP_SECONDS", 0.1)
+    monkeypatch.setattr("roundtable.client.worker.training_process._STOP_SECONDS", 0.1)
 
     def queued(job: str) -> list[bool]:
         said = (m.accepted for m in coordinator.heard if m.HasField("accepted"))
@@ -191,9 +192,9 @@ async def test_a_signal_stops_the_agent_cleanly(silo, number: signal.Signals, st
     [(3, 4, "out_of_memory"), (3, 3, "node_failure"), (None, None, "out_of_memory")],
 )
 def test_a_kill_is_called_out_of_memory_on_evidence(monkeypatch, before, after, kind: str) -> None:
-    monkeypatch.setattr("roundtable.client.worker.worker_trainer.memory_kills", lambda: after)
-    assert _post_mortem(-signal.SIGKILL, before, []).kind == kind
-    early = _post_mortem(-signal.SIGKILL, before, [], begun=False)
+    monkeypatch.setattr("roundtable.client.worker.training_process.memory_kills", lambda: after)
+    assert post_mortem(-signal.SIGKILL, before, []).kind == kind
+    early = post_mortem(-signal.SIGKILL, before, [], begun=False)
     assert (early.kind, early.whole) == (kind, kind == "out_of_memory")
     assert ("no smaller batch_size would help" in early.detail) == early.whole
 

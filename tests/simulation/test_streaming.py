@@ -50,6 +50,12 @@ class Toy(Task):
     def loss(self, model, batch):
         return (model(batch[0]) - batch[1]).square().mean() / 2
 """
+EVALUATED = f"""{TASK}
+class Toy(Toy):
+    def data(self, site):
+        rows, _ = super().data(site)
+        return rows, rows
+"""
 FORGETFUL = f"""{TASK}
 from pathlib import Path
 
@@ -66,6 +72,7 @@ class Toy(Toy):
         return {{}}
 """
 STRIDED = [[0, 2, 4], [1, 3]]
+THIRDS = [[0, 3], [1, 4], [2]]
 SEQUENTIAL = [[0, 1, 2], [3, 4]]
 SIZES = (5, 6, 5, 7, 4)
 RATE, MOMENTUM, STEPS, ROUNDS = 0.05, 0.9, 3, 7
@@ -113,9 +120,10 @@ def by_hand(
     coded: Callable[[Tensor], Tensor] = lambda values: values,
     feedback: bool = False,
     lost: tuple[int, int] = (-1, -1),
+    overlap: bool = False,
 ) -> Tensor:
-    """R [27] as silos hold it after these rounds, in float64: algorithm 2 of the paper with τ = 0. `lost` is
-    (site, round) before which a site's state is lost."""
+    """R [27] as silos hold it after these rounds, in float64: algorithm 2 of the paper with τ = 0, or with
+    `overlap` a round's steps. `lost` is (site, round) before which a site's state is lost."""
     places = [places_of(layers) for layers in fragments]
     data = []
     for seed in seeds:
@@ -133,7 +141,8 @@ def by_hand(
                 inner[site], gone[site] = torch.zeros(27).double(), torch.zeros(27).double()
             if site not in last:
                 own[site] = held.clone()
-            for before in range(last.get(site, round), round):
+            late = overlap and last.get(site) == round - 1
+            for before in range(last.get(site, round), round - late):
                 back = places[(before - 1) % len(places)]
                 share = mixing if last[site] == round - 1 else 0.0
                 own[site][back] = share * own[site][back] + (1 - share) * held[back]
@@ -148,6 +157,9 @@ def by_hand(
             sent = coded(change)
             gone[site][due] = change - sent
             updates.append(sent)
+            if late and round > 1:
+                back = places[(round - 2) % len(places)]
+                own[site][back] = mixing * own[site][back] + (1 - mixing) * held[back]
             last[site] = round
         mean = torch.stack(updates).mean(0)
         velocity[due] = 0.9 * velocity[due] + mean
@@ -176,6 +188,17 @@ def run(folder: Path, job: JobConfig, **options: Any) -> Result:
     ("changes", "fragments", "mixing", "coded"),
     [
         ({}, STRIDED, 0.0, False),
+        ({"algorithm": {"overlap": True, "mixing": 0.5}}, STRIDED, 0.5, False),
+        (
+            {
+                "algorithm": {"overlap": True, "fragments": 3},
+                "cohort": {"size": 2},
+                "transfer": {"up": "int4(block=64)", "down": "int4(block=64)", "feedback": "on"},
+            },
+            THIRDS,
+            0.0,
+            True,
+        ),
         ({"algorithm": {"order": "sequential", "mixing": 0.5}}, SEQUENTIAL, 0.5, False),
         (
             {
@@ -198,7 +221,8 @@ def test_it_is_the_algorithm_of_the_paper(
     cohorts = [[int(name.partition("-")[2]) for name in record.cohort] for record in found.history.records]
     assert {len(cohort) for cohort in cohorts} == {job.cohort.size}
     encode = int4 if coded else lambda values: values
-    wanted = by_hand(start, [0, 1, 2], cohorts, fragments, mixing, encode, coded)
+    overlap = bool(changes.get("algorithm", {}).get("overlap"))
+    wanted = by_hand(start, [0, 1, 2], cohorts, fragments, mixing, encode, coded, overlap=overlap)
     # A value that rounding puts on the other side of a half is a whole step of 4 bits off.
     torch.testing.assert_close(found.model.vector.double(), wanted, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found.model.vector, start, atol=1e-2)
@@ -282,13 +306,34 @@ async def test_silos_and_a_coordinator_do_the_same_and_a_silo_says_what_it_has_l
     assert len({way["down"] - size[14 - number % 2] for number, way in enumerate(ways[1:], start=1)}) <= 2
 
 
+async def test_silos_that_train_ahead_make_the_same_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer = {"up": "int4(block=64)", "down": "int4(block=64)", "feedback": "on"}
+    algorithm = {"overlap": True, "mixing": 0.5}
+    job = job_of(transfer=transfer, algorithm=algorithm, evaluation={"every": 1})
+    caplog.set_level("INFO")
+    async with federation_of(tmp_path, EVALUATED) as federation:
+        model = initial_model(job, load_task("toy.py", tmp_path))
+        async with agents(*(silo(federation, name) for name in NAMES)):
+            status, _, found = await asyncio.to_thread(run_job, federation, job, model)
+    assert status == "finished"
+    assert "batches ahead" in caplog.text
+    whole = [[0, 1, 2]] * ROUNDS
+    wanted = by_hand(model.vector, [0, 1, 2], whole, STRIDED, 0.5, int4, True, overlap=True)
+    torch.testing.assert_close(found.vector.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
-async def test_silos_that_begin_late_and_miss_rounds_do_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_silos_that_begin_late_and_miss_rounds_do_the_same(tmp_path: Path, overlap: bool) -> None:
     """Fragments, momentum, feedback and optimizers are those of the algorithm written down plainly, over the
     rounds that each silo took part in: birch and cedar in every second one, of all three fragments."""
     transfer = {"up": "int4(block=64)", "down": "int4(block=64)", "feedback": "on"}
     cohort = {"size": 2, "strategy": "round_robin"}
-    job = job_of(transfer=transfer, cohort=cohort, algorithm={"mixing": 0.25, "fragments": 3})
+    job = job_of(
+        transfer=transfer, cohort=cohort, algorithm={"mixing": 0.25, "fragments": 3, "overlap": overlap}
+    )
     async with federation_of(tmp_path, TASK) as federation:
         model = initial_model(job, load_task("toy.py", tmp_path))
         async with agents(*(silo(federation, name) for name in NAMES)):
@@ -296,7 +341,7 @@ async def test_silos_that_begin_late_and_miss_rounds_do_the_same(tmp_path: Path)
     assert status == "finished"
     cohorts = [[NAMES.index(name) for name in record["cohort"]] for record in history]  # type: ignore[attr-defined]
     assert all(len({*cohort}) == 2 and cohort != after for cohort, after in pairwise(cohorts)), cohorts
-    wanted = by_hand(model.vector, [0, 1, 2], cohorts, [[0, 3], [1, 4], [2]], 0.25, int4, True)
+    wanted = by_hand(model.vector, [0, 1, 2], cohorts, THIRDS, 0.25, int4, True, overlap=overlap)
     torch.testing.assert_close(found.vector.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -338,9 +383,11 @@ def test_bytes_that_are_not_of_the_fragment_that_is_due_are_refused() -> None:
     ("table", "message"),
     [
         ('[algorithm]\nname = "streaming"\nsteps = 2', "missing; algorithm 'streaming' needs it"),
-        ('[algorithm]\nname = "streaming"\nfragments = 2\noverlap = 3', "there is no overlap"),
-        ('[algorithm]\nname = "streaming"\nfragments = 2\neager = true', "there are no eager updates"),
-        ("[algorithm]\neager = true", "a round's model is there before the next round begins"),
+        ('[algorithm]\nname = "streaming"\nfragments = 2\ntau = 3', "as many steps as a round has"),
+        (
+            '[algorithm]\nname = "streaming"\nfragments = 1\noverlap = true',
+            "due again before it has come back",
+        ),
         ('[transfer]\nup = "fragments(count=2)"', "by the algorithm that sends a model in fragments"),
     ],
 )

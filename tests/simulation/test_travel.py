@@ -79,7 +79,7 @@ def test_each_algorithm_gives_the_same_without_the_frozen_part(name: str) -> Non
     document = table.document_of(name)
     document["algorithm"] |= {"steps": 3, "batch_size": 8, "learning_rate": 0.05}
     document["simulation"] = {"clients": 3, "backend": "sequential", "workers": 1}
-    rules = {"buffers": "local"} if name in ("feddyn", "streaming") else {}
+    rules = {"buffers": "local"} if name in ("eager", "feddyn", "streaming") else {}
     alone = run(Halved, **document, model=rules)
     everything = run(Halved, **document, model={"travel": "all", **rules})
     assert everything.model.layout.model.size - alone.model.layout.model.size == 48

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from blake3 import blake3
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -27,11 +27,7 @@ class StreamingTable(AlgorithmTable):
 
     hints: ClassVar[Mapping[str, str]] = {
         **AlgorithmTable.hints,
-        **dict.fromkeys(
-            ("overlap", "tau", "delay"),
-            "there is no overlap: a round's fragment is there before the next round begins, and is applied "
-            "without delay (τ = 0); leave it out",
-        ),
+        "delay": "the paper's τ is 0, or as many steps as a round has: `overlap = true`",
         "alpha": "the paper's α is `mixing`",
     }
 
@@ -45,6 +41,21 @@ class StreamingTable(AlgorithmTable):
         0.0, ge=0, lt=1, description="α, what a silo keeps of its own weights where a fragment comes back"
     )
 
+    overlap: bool = Field(
+        False,
+        description="a fragment comes back one round later, the paper's τ being a round's steps, so that "
+        "silos train on while it is on its way",
+    )
+
+    @model_validator(mode="after")
+    def _comes_back_in_time(self) -> Self:
+        if self.overlap and self.fragments == 1:
+            raise ValueError(
+                "overlap = true and fragments = 1: the one fragment would be due again before it has come "
+                'back; set more fragments, or name = "eager", which sends the whole model'
+            )
+        return self
+
     @property
     def cut(self) -> FragmentTable:
         """How the model is cut."""
@@ -56,10 +67,13 @@ class StreamingTable(AlgorithmTable):
 
 
 class Streaming(ClientAlgorithm):
-    """Algorithm 2 with τ = 0. In round t fragment p = (t − 1) mod P is due: a silo sends θ_p − R_p of its own
-    weights θ and the global ones R, the server moves R_p by its optimizer, and when the silo trains next
+    """Algorithm 2. In round t fragment p = (t − 1) mod P is due: a silo sends θ_p − R_p of its own weights θ
+    and the global ones R, the server moves R_p by its optimizer, and when the silo trains next
     θ_p ← α θ_p + (1 − α) R_p. The rest of θ stays with it. A round has H/P steps, so a fragment is due every
     H.
+
+    That is τ = 0. With `overlap` it is H/P: the silo trains round t + 1 from its own θ, and takes what round
+    t made of p at that round's end. R_p as it was sent from is still there, since P ≥ 2.
 
     What has come back is seen by the global weights themselves, which differ from those that the silo saw
     last: so rounds that made no model or that it missed need no account. A silo that was away takes what has
@@ -80,35 +94,47 @@ class Streaming(ClientAlgorithm):
     @override
     @contextmanager
     def while_training(self, round: ClientRound, module: nn.Module) -> Iterator[None]:
-        """Trains from θ in the place of R."""
+        """Trains from θ in the place of R, which with `overlap` need not be there yet."""
         put(module, round.layout, self._start(round))
         yield
         round.scratch[_OWN] = round.layout.flatten(module, torch.empty_like(round.vector))
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
-        fragments = self._fragments(round)
+        fragments, marks = self._fragments(round), self._marks(round)
         sent = torch.zeros_like(update)
         for place in fragments.places(fragments.due(round.context.round)):
             sent[place] = update[place]
-        kept = {
-            _OWN: round.scratch.pop(_OWN),
-            _SEEN: self._marks(round),
-            _ROUND: torch.tensor(round.context.round),
-        }
-        return Sent(sent, {}, kept)
+        own = round.scratch.pop(_OWN)
+        if self._table.overlap and self._went_on(round):
+            own = self._merged(round, own, marks)
+        return Sent(sent, {}, {_OWN: own, _SEEN: marks, _ROUND: torch.tensor(round.context.round)})
+
+    @override
+    def goes_ahead(self) -> bool:
+        return self._table.overlap
 
     def _start(self, round: ClientRound) -> Tensor:
         """θ [d] as the silo begins the round with it."""
         if _OWN not in round.kept:
             return round.vector
-        fragments, own = self._fragments(round), round.kept[_OWN].clone()
-        away = int(round.kept[_ROUND]) != round.context.round - 1
-        share = 0.0 if away else self._table.mixing
-        for number in torch.nonzero(self._marks(round) != round.kept[_SEEN]).flatten().tolist():
+        own = round.kept[_OWN]
+        if self._table.overlap and self._went_on(round):
+            return own
+        return self._merged(round, own, self._marks(round))
+
+    def _merged(self, round: ClientRound, own: Tensor, marks: Tensor) -> Tensor:
+        """θ [d] of `own` and the fragments of R, marked so, that are others than the silo has seen."""
+        fragments, merged = self._fragments(round), own.clone()
+        share = self._table.mixing if self._went_on(round) else 0.0
+        for number in torch.nonzero(marks != round.kept[_SEEN]).flatten().tolist():
             for place in fragments.places(number):
-                own[place] = torch.lerp(round.vector[place], own[place], share)
-        return own
+                merged[place] = torch.lerp(round.vector[place], own[place], share)
+        return merged
+
+    def _went_on(self, round: ClientRound) -> bool:
+        """Whether the silo was in the round before."""
+        return _ROUND in round.kept and int(round.kept[_ROUND]) == round.context.round - 1
 
     def _marks(self, round: ClientRound) -> Tensor:
         """Of each fragment of R 64 bits that tell it from another, int64 [P]."""
