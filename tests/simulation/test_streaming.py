@@ -383,10 +383,10 @@ def test_bytes_that_are_not_of_the_fragment_that_is_due_are_refused() -> None:
     ("table", "message"),
     [
         ('[algorithm]\nname = "streaming"\nsteps = 2', "missing; algorithm 'streaming' needs it"),
-        ('[algorithm]\nname = "streaming"\nfragments = 2\ntau = 3', "as many steps as a round has"),
+        ('[algorithm]\nname = "streaming"\nfragments = 2\ndelay = 3', "as many steps as a round has"),
         (
             '[algorithm]\nname = "streaming"\nfragments = 1\noverlap = true',
-            "due again before it has come back",
+            "due again before it has come",
         ),
         ('[transfer]\nup = "fragments(count=2)"', "by the algorithm that sends a model in fragments"),
     ],
