@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from roundtable.client.batch_tensors import moved, tensors_in
 from roundtable.client.first_batch.carried_state import (
     Carried,
     carried_state,
@@ -27,7 +28,7 @@ from roundtable.client.first_batch.carried_state import (
 )
 from roundtable.client.first_batch.classes import Classes, classes_of, scores_in
 from roundtable.client.streams.iterables import from_the_beginning
-from roundtable.client.training.batches import as_tensors, count_examples, moved
+from roundtable.client.training.batches import as_tensors, count_examples
 from roundtable.client.training.loaders import base_of, collate_of, drops_last
 from roundtable.client.training.local_training import split_data
 from roundtable.client.training.local_work import steps_of
@@ -351,18 +352,6 @@ def shapes_of(batch: Any) -> str:
     """The tensors of a batch, in words: "[32, 2] float32, [32] int64"."""
     found = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors_in(batch)]
     return ", ".join(found[:6]) + (", …" if len(found) > 6 else "") or type(batch).__name__
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, in its order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from tensors_in(value)
 
 
 def _length(batch: Any) -> int | None:

@@ -44,5 +44,7 @@ def memory_fraction(most: int, total: int) -> float:
 def bound_gpu_memory(most: int | None, device: torch.device) -> None:
     """Lets this process hold no more than `most` bytes of that device's memory; of no effect for a CPU."""
     if most is not None and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(memory_fraction(most, total), device)
+        # torch takes no device without a number here, as "auto" and "cuda" name the one that is current.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(memory_fraction(most, total), index)

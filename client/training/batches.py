@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from roundtable.client.batch_tensors import examples_in, moved
 from roundtable.client.streams.iterables import from_the_beginning
 from roundtable.client.training.loaders import (
     base_of,
@@ -276,25 +277,4 @@ def _loader(
 
 def _numbered(loader: DataLoader[Any], epoch: int, device: torch.device | None) -> Iterator[Batch]:
     for data in loader:
-        yield Batch(epoch, _size(data), moved(data, device))
-
-
-def _size(data: Any) -> int:
-    """Examples in a collated batch: the length of the first tensor in it."""
-    if isinstance(data, Tensor):
-        return len(data) if data.dim() else 1
-    parts = list(data.values()) if isinstance(data, dict) else data
-    return _size(parts[0]) if isinstance(parts, (tuple, list)) and parts else 1
-
-
-def moved(data: Any, device: torch.device | None) -> Any:
-    """A batch on the device; itself where that is the CPU."""
-    if device is None or device.type == "cpu":
-        return data
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, dict):
-        return {key: moved(value, device) for key, value in data.items()}
-    if isinstance(data, (tuple, list)):
-        return type(data)(moved(value, device) for value in data)
-    return data
+        yield Batch(epoch, examples_in(data), moved(data, device))

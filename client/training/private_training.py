@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from roundtable.client.batch_tensors import moved
 from roundtable.client.training.batches import as_tensors, asking, count_examples
 from roundtable.client.training.loaders import base_of, collate_of, drops_last, own_sampler
 from roundtable.client.training.sgd import RoundSchedule
@@ -213,14 +214,6 @@ def _fetch(data: Any, device: torch.device) -> Callable[[Tensor], Any]:
     base, together = base_of(data), collate_of(data)
 
     def collate(indices: Tensor) -> Any:
-        return _moved(together([base[int(index)] for index in indices]), device)
+        return moved(together([base[int(index)] for index in indices]), device)
 
     return collate
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, dict):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    return type(batch)(_moved(value, device) for value in batch)

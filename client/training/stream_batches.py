@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roundtable.client.batch_tensors import moved
 from roundtable.client.streams.kept_position import NAME, kept_position, position_tensor
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.streams.readers import StreamReader, make_reader
 from roundtable.client.training.batches import (
     Batch,
     count_examples,
-    moved,
     ordering_of,
     steps_of_stream,
     training_batches,

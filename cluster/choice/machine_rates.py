@@ -98,9 +98,9 @@ def rates_of(
 
 
 def _measured(products: Mapping[str, float], precision: Precision) -> float:
-    """The measured rate of a precision, of those of two bytes for float16, else the greatest."""
-    key = "bfloat16" if precision == "float16" else precision
-    return products.get(key) or max(products.values())
+    """The measured rate of a precision, of the other one of two bytes for one of these, else the greatest."""
+    other = {"float16": "bfloat16", "bfloat16": "float16"}.get(precision, precision)
+    return products.get(precision) or products.get(other) or max(products.values())
 
 
 def bandwidth(table: Mapping[int, float], payload: float) -> float:

@@ -17,8 +17,10 @@ _SIDE = {"cuda": 4096, "cpu": 512}
 # Precisions whose products are timed: their tensors' type, and how torch may multiply float32.
 _FLOAT32, _BFLOAT16 = (torch.float32, "highest"), (torch.bfloat16, "highest")
 _PRECISIONS = {
-    "cuda": {"float32": _FLOAT32, "tf32": (torch.float32, "high"), "bfloat16": _BFLOAT16},
     "cpu": {"float32": _FLOAT32, "bfloat16": _BFLOAT16},
+    "cuda": {"float32": _FLOAT32, "tf32": (torch.float32, "high"), "bfloat16": _BFLOAT16},
+    # Before Ampere (compute capability 8.0) bfloat16 is emulated, or refused by cuBLAS.
+    "older": {"float32": _FLOAT32, "float16": (torch.float16, "highest")},
 }
 # Bytes of a vector whose sums are timed and of an activation; activations between which additions go round,
 # as in a block, whose tensors are not all in the nearest cache; blocks whose calls are timed.
@@ -62,7 +64,8 @@ def _products(device: torch.device, clock: Clock) -> dict[str, float]:
     """Operations a second of the slowest rank, by precision, while all ranks multiply there and back."""
     side = _SIDE[device.type]
     rates, before = {}, torch.get_float32_matmul_precision()
-    for name, (dtype, float32_products) in _PRECISIONS[device.type].items():
+    older = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8
+    for name, (dtype, float32_products) in _PRECISIONS["older" if older else device.type].items():
         # Random, as weights are: a GPU multiplies ones faster, whose bits do not change.
         x, weight, gradient = (torch.randn(side, side, dtype=dtype, device=device) for _ in "xwg")
         forward = partial(F.linear, x.requires_grad_(), weight.requires_grad_())

@@ -36,7 +36,7 @@ class FactoredGradients(GradientHook):
                 continue
             columns = parameter.numel() // len(parameter)
             drawn = torch.randn(columns, self.rank, generator=torch_generator(0, name, "powersgd"))
-            self._factors[parameter] = drawn.to(parameter.device, parameter.dtype)
+            self._factors[parameter] = drawn.to(parameter.device, parameter.dtype, non_blocking=True)
             self._left[parameter] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
     @override

@@ -18,7 +18,8 @@ _NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
 class CollectiveSampler:
     """`share` is the part of the sampled step with a collective under way, overlapped or not.
 
-    None before that step, and for good where a profiler of the user's runs then: there can be one only.
+    None before that step, and for good where a profiler of the user's runs then, of which there can be one
+    only, or where it recorded nothing.
     """
 
     def __init__(self, device: torch.device, *, wanted: bool = True) -> None:
@@ -41,19 +42,23 @@ class CollectiveSampler:
             if cuda:
                 torch.cuda.synchronize(self._device)
             seconds = time.perf_counter() - began
-        self.share = min(1.0, seconds_in_collectives(profiled) / max(seconds, 1e-9))
+        if (taken := seconds_in_collectives(profiled)) is not None:
+            self.share = min(1.0, taken / max(seconds, 1e-9))
 
 
-def seconds_in_collectives(profiled: profile) -> float:
-    """Seconds in which at least one collective was under way."""
+def seconds_in_collectives(profiled: profile) -> float | None:
+    """Seconds in which at least one collective was under way; None where nothing at all was recorded, as on a
+    GPU whose counters this user may not read.
+    """
     assert profiled.profiler is not None
     results: Any = profiled.profiler.kineto_results
+    events = list(results.events())
     spans = [
         (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in results.events()
+        for event in events
         if event.name().startswith(_NAMES)
     ]
-    return covered(spans) / 1e9
+    return covered(spans) / 1e9 if events else None
 
 
 def covered(spans: Iterable[tuple[int, int]]) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from roundtable.client.batch_tensors import changed, moved
 from roundtable.cluster.train.shared_batches import Share
 
 
@@ -46,8 +47,9 @@ class Prefetched:
         if share is not None and arrived is not None:
             here = torch.cuda.current_stream(self._device)
             here.wait_event(arrived)
-            # The allocator must not hand this memory to the other stream while this one reads it.
-            tree_map_only(Tensor, lambda tensor: tensor.record_stream(here), share.batches)
+            changed(share.batches, partial(_read_by, here))
+            # What is asked by its own `to` allocates on this stream.
+            share = replace(share, batches=moved(share.batches, self._device))
         return share
 
     def ahead(self) -> None:
@@ -63,10 +65,16 @@ class Prefetched:
             return share, None
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            moved = tree_map_only(Tensor, self._sent, share.batches)
+            sent = changed(share.batches, self._sent)
             arrived.record(self._stream)
-        return replace(share, batches=moved), arrived
+        return replace(share, batches=sent), arrived
 
     def _sent(self, tensor: Tensor) -> Tensor:
         pinned = tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
         return pinned.to(self._device, non_blocking=True)
+
+
+def _read_by(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
+    """Keeps the allocator from handing this memory to the other stream while this one reads it."""
+    tensor.record_stream(stream)
+    return tensor

@@ -123,8 +123,9 @@ def _time_two_steps(candidate: ClippedSum, model: nn.Module, batch: object, size
 
 def _now(sums: Mapping[nn.Parameter, Tensor]) -> float:
     """Processor time on a CPU, where other work may take turns; on a GPU the time at which it is done."""
-    if any(p.is_cuda for p in sums):
-        torch.cuda.synchronize()
+    first = next((p for p in sums if p.is_cuda), None)
+    if first is not None:
+        torch.cuda.synchronize(first.device)
         return time.perf_counter()
     return time.process_time()
 

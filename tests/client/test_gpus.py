@@ -58,7 +58,7 @@ async def test_the_training_process_has_that_environment(
 def test_a_bound_on_memory_is_a_part_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_fraction(20 << 30, 80 << 30) == 0.25
     assert memory_fraction(100 << 30, 80 << 30) == 1.0
-    said: list[tuple[float, torch.device]] = []
+    said: list[tuple[float, int]] = []
     stated = SimpleNamespace(total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: stated)
     monkeypatch.setattr(
@@ -67,8 +67,11 @@ def test_a_bound_on_memory_is_a_part_of_the_device(monkeypatch: pytest.MonkeyPat
     bound_gpu_memory(None, torch.device("cuda"))
     bound_gpu_memory(20 << 30, torch.device("cpu"))
     assert said == []
-    bound_gpu_memory(PolicyTable(max_gpu_memory="20GiB").gpu_memory_bytes, torch.device("cuda:0"))
-    assert said == [(0.25, torch.device("cuda:0"))]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for device in ("cuda:1", "cuda"):
+        bound_gpu_memory(PolicyTable(max_gpu_memory="20GiB").gpu_memory_bytes, torch.device(device))
+    # By number: torch refuses "cuda" alone, which [limits] device = "auto" becomes.
+    assert said == [(0.25, 1), (0.25, 3)]
 
 
 @pytest.mark.parametrize(
@@ -88,12 +91,13 @@ def test_bounds_that_cannot_be_meant(tmp_path: Path, text: str, said: str) -> No
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_no_more_than_it_may() -> None:
-    device = torch.device("cuda:0")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_a_gpu_gives_no_more_than_it_may(name: str) -> None:
+    device = torch.device(name)
     bound_gpu_memory(1 << 30, device)
     try:
         torch.empty(256 << 20, dtype=torch.uint8, device=device)
         with pytest.raises(torch.cuda.OutOfMemoryError):
             torch.empty(2 << 30, dtype=torch.uint8, device=device)
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)

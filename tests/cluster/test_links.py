@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
 from cluster_cases import probe_twice
+from pretended_gpu import PretendedGpu
 from ranks import run_ranks
+from torch.profiler import ProfilerActivity
 
+from roundtable.cluster.choice.machine_rates import _measured
+from roundtable.cluster.plan import device_rates
 from roundtable.cluster.plan.links import Links, read_links, reduction_for
+from roundtable.cluster.train import collective_sampling
+from roundtable.cluster.train.collective_sampling import CollectiveSampler
 
 
 def test_links_are_measured_within_and_between_nodes_and_kept(tmp_path: Path) -> None:
@@ -47,3 +60,40 @@ def test_people_read_the_age() -> None:
     assert said[1] == "within a node: 2 GB/s at 1 MiB"
     assert said[2] == "between nodes: not measured, there is only one"
     assert said[3] == "matrix products of a device: Tflop/s 60 in float32"
+
+
+def test_products_are_timed_in_what_a_gpu_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in bfloat16 before Ampere; who trains in one type of two bytes takes the other's rate."""
+    monkeypatch.setitem(device_rates._SIDE, "cuda", 4)
+    monkeypatch.setattr(device_rates, "seconds_of", lambda work, *given: 1.0 if work() is None else 0.0)
+    for major, expected in ((7, ["float16", "float32"]), (8, ["bfloat16", "float32", "tf32"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
+        with PretendedGpu():
+            found = device_rates._products(torch.device("cuda"), time.perf_counter)
+        assert sorted(found) == expected
+    rates = {"float32": 1.0, "float16": 4.0}
+    assert [_measured(rates, each) for each in ("float16", "bfloat16", "tf32")] == [4.0, 4.0, 4.0]
+    assert _measured({"float32": 1.0, "tf32": 3.0, "bfloat16": 2.0}, "float16") == 2.0
+
+
+def test_a_profiler_that_recorded_nothing_is_no_share_without_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As CUPTI leaves it for a user who may not read a GPU's counters."""
+    asked: list[Any] = []
+    nothing = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=list)))
+
+    @contextmanager
+    def profile(activities: list[ProfilerActivity]) -> Iterator[Any]:
+        asked.extend(activities)
+        yield nothing
+
+    monkeypatch.setattr(collective_sampling, "profile", profile)
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    sampler = CollectiveSampler(device := torch.device("cuda", 1))
+    for _ in range(4):
+        with sampler.step():
+            torch.ones(2).sum()
+    assert (asked, waited) == ([ProfilerActivity.CUDA], [device])
+    assert sampler.share is None

@@ -8,13 +8,13 @@ import sys
 import time
 import traceback
 from tempfile import TemporaryDirectory
-from typing import Any, TextIO
+from typing import Any, Generic, TextIO, TypeVar
 from unittest.mock import patch
 
 import fake_cuda
 import torch
 import torch.distributed as dist
-from cluster_models import Language, Mixture
+from cluster_models import Language, Mixture, Noisy, Normed
 from cluster_plans import plan
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,6 +24,8 @@ from roundtable.cluster.parallel.forward_trace import fake_model, trace
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.tensor_parallel import find_tensor_parallel
 from roundtable.cluster.plan.model_probe import example_batch
+from roundtable.cluster.stepping import gradient_hooks
+from roundtable.cluster.stepping.gradient_hooks import GradientHook
 from roundtable.cluster.train import rank_trainer
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import RoundProgress
@@ -40,6 +42,16 @@ class Adam(Language):
         return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+T = TypeVar("T")
+
+
+class Placeless(torch.futures.Future[T], Generic[T]):
+    """That does not ask where the memory of its value is, which a fake tensor has nowhere."""
+
+    def __init__(self, *, devices: Any = None) -> None:
+        super().__init__()
+
+
 STRATEGIES = {
     "none": plan(),
     "ddp": plan("ddp", dp=2),
@@ -53,6 +65,9 @@ STRATEGIES = {
     "tp": plan(tp=2),
     "tp sequence": plan(tp=2, sequence_parallel=True),
     "zero3 tp": plan("zero3", fsdp=2, tp=2),
+    "tp dropout": plan(tp=2),
+    "zero3 batch norm": plan("zero3", micro=4, fsdp=2),
+    "ddp powersgd": plan("ddp", dp=2, reduction="powersgd(rank=2)"),
     "none bfloat16": plan(precision="bfloat16"),
     "ddp bfloat16 reduction": plan("ddp", dp=2, reduction="bfloat16"),
     "ddp float16": plan("ddp", dp=2, precision="float16"),
@@ -69,6 +84,8 @@ STRATEGIES = {
 
 
 SIZES: dict[str, dict[str, Any]] = {
+    "tp dropout": {"kind": Noisy},
+    "zero3 batch norm": {"kind": Normed},
     "zero3 experts": {"block": Mixture},
     "zero3 experts shared": {"block": Mixture},
     # Of fewer values the state is not in 8 bits.
@@ -120,12 +137,16 @@ def steps(name: str, rank: int) -> dict[str, Any]:
     with (
         fake_cuda.recorded(rank, strategy.mesh.world) as record,
         patch.object(rank_trainer, "next_shares", lambda *given: None),
+        # Within this thread, whose modes see what is done.
+        patch.object(GradientHook, "submit", lambda self, future: future.set_result(None)),
+        patch.object(gradient_hooks, "Future", Placeless),
     ):
         meshes = Meshes(strategy.mesh, "cuda", apart=strategy.local_steps > 0)
         trainer = RankTrainer(task, job, layout, strategy, meshes, device, "silo", split)
         trainer.sampler._wanted = False
         trainer.uneven = name == "ddp uneven"
-        trainer.load(start, {})
+        # Counters do not travel.
+        trainer.load(start, {name: torch.zeros((), dtype=torch.int64) for name, _ in model.named_buffers()})
         # Stages tell each other once what they pass on, on the host.
         for round in (1, 2) if strategy.mesh.pp > 1 else (1,):
             record.clear()
