@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from roundtable.cluster.choice.planner import ClusterPlan, make_plan
 from roundtable.cluster.parallel.strategy import Mesh
 from roundtable.cluster.plan.diloco_plan import costs
 from roundtable.cluster.plan.links import Links
+from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
@@ -20,18 +22,30 @@ from roundtable.core.errors import ConfigError
 from roundtable.core.task import Site
 
 TASK = WithAdam(dim=128, layers=4, heads=4, hidden=512, vocabulary=2000, length=64)
-SMALL = probe_model(TASK, TASK.data(Site("silo"))[0], device="cpu")
 # A step of 8 examples on four devices that do 1e9 products a second takes FLOPS / 250e6 s.
 BATCH, PRODUCTS = 8, 1e9
 FLOPS = 1e8
-FOUND = replace(SMALL, work=replace(SMALL.work, flops=FLOPS))
-BYTES = sum(weight.elements * weight.itemsize for weight in SMALL.anatomy.weights)
 COMPUTING = FLOPS * BATCH / (4 * PRODUCTS * 0.5)
+
+
+@cache
+def small() -> ModelProbe:
+    """The model, looked over once, by the first test that asks."""
+    return probe_model(TASK, TASK.data(Site("silo"))[0], device="cpu")
+
+
+def found_model() -> ModelProbe:
+    return replace(small(), work=replace(small().work, flops=FLOPS))
+
+
+def size() -> int:
+    """The weights in bytes."""
+    return sum(weight.elements * weight.itemsize for weight in small().anatomy.weights)
 
 
 def links(ratio: float, **changes: Any) -> Links:
     """Between two nodes of two devices reducing the gradients takes so many times the computation."""
-    between = BYTES / 2 / (ratio * COMPUTING)
+    between = size() / 2 / (ratio * COMPUTING)
     made = Links(
         "k", 4, 0.0, {1 << 24: 1e12}, {1 << 16: between / 9, 1 << 24: between}, {"float32": PRODUCTS}
     )
@@ -57,17 +71,17 @@ def planned(
         "privacy": privacy or {"level": "none"},
     }
     there = resources or Resources(2, 2, parse_bytes("2GiB"), "cpu")
-    return make_plan(FOUND, there, JobConfig.model_validate(values), table, found)
+    return make_plan(found_model(), there, JobConfig.model_validate(values), table, found)
 
 
 def test_the_model_s_operations_and_gradients_make_the_figures() -> None:
     job = JobConfig.model_validate({"task": "t", "algorithm": {"batch_size": BATCH}})
-    found = costs(FOUND, Resources(2, 2, 1, "cpu"), job, links(7.0), "float32")
+    found = costs(found_model(), Resources(2, 2, 1, "cpu"), job, links(7.0), "float32")
     assert found is not None
     assert found.computing == pytest.approx(COMPUTING)
     assert found.reducing == pytest.approx(7.0 * COMPUTING)
     # Six operations for each weight of a product and each of 64 tokens, more or less.
-    assert 0.5 < SMALL.flops / (6 * 64 * SMALL.anatomy.elements) < 1.5
+    assert 0.5 < small().flops / (6 * 64 * small().anatomy.elements) < 1.5
 
 
 @pytest.mark.parametrize(("ratio", "steps"), [(3.9, 0), (4.1, 41), (20.0, 200), (1000.0, 500)])
@@ -171,5 +185,5 @@ def test_the_weights_that_replicas_part_from_take_memory() -> None:
     def optimizer(**hand: Any) -> int:
         return planned(None, dp=4, data_parallel="ddp", **hand).estimate.optimizer
 
-    assert optimizer(local_steps=5) - optimizer() == BYTES
-    assert optimizer(local_steps=5, outer_momentum=0.9) - optimizer() == 2 * BYTES
+    assert optimizer(local_steps=5) - optimizer() == size()
+    assert optimizer(local_steps=5, outer_momentum=0.9) - optimizer() == 2 * size()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -93,7 +94,10 @@ def looked_over(task: Task) -> Any:
     return probe_model(task, data, device="cpu")
 
 
-SMALL = looked_over(Small())
+@cache
+def small() -> Any:
+    """Small, looked over once, by the first test that asks."""
+    return looked_over(Small())
 
 
 class Passing(IterableDataset[Any]):
@@ -117,11 +121,11 @@ EXAMPLES = {"level": "example", "clip_norm": 1.0, "delta": 1e-5, "noise_multipli
 
 
 def planned(
-    devices: int, memory: str, *, found: Any = SMALL, privacy: Any = None, nodes: int = 1, **hand: Any
+    devices: int, memory: str, *, found: Any = None, privacy: Any = None, nodes: int = 1, **hand: Any
 ) -> Any:
     table = ClusterTable.model_validate({"strategy": hand})
     job = JobConfig.model_validate({"task": "t", "algorithm": {"batch_size": 8}, "privacy": privacy or NONE})
-    return make_plan(found, Resources(nodes, devices, parse_bytes(memory), "cpu"), job, table)
+    return make_plan(found or small(), Resources(nodes, devices, parse_bytes(memory), "cpu"), job, table)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +160,8 @@ def test_the_host_s_own_work_is_in_the_time_of_a_step() -> None:
     # A GPU's host goes ahead, and the GPU waits for it where there is little to compute.
     resources, sharded = Resources(1, 2, 1 << 34, gpu_name="H100"), Strategy(Mesh(fsdp=2), "zero3", 4)
     slow, fast = (replace(rates_of(resources, "bfloat16"), call=call) for call in (1e-5, 1e-9))
-    sums = UnitSums(SMALL)
-    times = [step_time(SMALL, sums, sharded, 8, rates, resources).host for rates in (slow, fast)]
+    sums = UnitSums(small())
+    times = [step_time(small(), sums, sharded, 8, rates, resources).host for rates in (slow, fast)]
     assert times[0] > 0 == times[1]
 
 
@@ -173,7 +177,7 @@ def test_the_momentum_of_the_job_s_own_sgd_is_in_the_plan() -> None:
     assert moved.estimate.peak - plain.estimate.peak == plain.estimate.gradients
     assert moved.time.optimizer > plain.time.optimizer
     # A task's own optimizer is as the task makes it.
-    assert planned_with(SMALL, 0.9).estimate == planned_with(SMALL, 0.0).estimate
+    assert planned_with(small(), 0.9).estimate == planned_with(small(), 0.0).estimate
 
 
 def test_streamed_data_go_through_no_pipeline() -> None:
@@ -185,7 +189,7 @@ def test_streamed_data_go_through_no_pipeline() -> None:
     piped, said = stages(streamed)
     assert piped == {False}
     assert "no pipeline: the training data are a stream" in said
-    piped, said = stages(SMALL)
+    piped, said = stages(small())
     assert piped == {False, True}
     assert "a stream" not in said
     with pytest.raises(
@@ -201,7 +205,7 @@ def test_a_plan_that_ran_out_of_memory_gives_way_to_the_next() -> None:
 
     def until_nothing_is_left() -> None:
         for failures in range(40):
-            _, strategy = lightened(SMALL, there, job, ClusterTable(), none, failures)
+            _, strategy = lightened(small(), there, job, ClusterTable(), none, failures)
             seen.append(strategy)
 
     with pytest.raises(ResourceError, match="no other plan needs less"):

@@ -16,8 +16,6 @@ ROOT = rooms.ROOT
 CONFIG = configparser.ConfigParser()
 CONFIG.read(ROOT / "setup.cfg")
 FILES = rooms.modules()
-TREES = rooms.trees(FILES)
-GRAPH = rooms.imports(TREES)
 CONTAINERS = sorted({name for name in FILES if FILES[name].name == "__init__.py" and name != "roundtable"})
 
 MOST_MODULES = 20
@@ -32,6 +30,18 @@ SHARED_MODULE_NAMES = {
     "ledger": "privacy spent: the arithmetic, the table, the simulation's",
     "metrics": "(sum, count) by name: at the client, and over clients",
 }
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    """The modules, parsed: once, and not where tests are only collected."""
+    return rooms.trees(FILES)
+
+
+@pytest.fixture(scope="module")
+def graph(trees: dict[str, ast.Module]) -> rooms.Graph[str]:
+    """Which module imports which."""
+    return rooms.imports(trees)
 
 
 def command(name: str) -> bool:
@@ -56,24 +66,26 @@ def test_a_module_shares_its_name_only_with_the_same_idea_at_another_layer() -> 
     assert SHARED_MODULE_NAMES.keys() <= shared.keys(), "an allowed name is no longer shared: strike it out"
 
 
-def test_a_class_name_has_one_meaning() -> None:
+def test_a_class_name_has_one_meaning(trees: dict[str, ast.Module]) -> None:
     homes = defaultdict(list)
-    for name, tree in TREES.items():
+    for name, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(name)
     assert {cls: names for cls, names in homes.items() if len(names) > 1} == {}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_circle(graph: rooms.Graph[str]) -> None:
     """Within functions and under TYPE_CHECKING neither, where import-linter or Python would not mind."""
-    assert rooms.cycles(GRAPH) == []
+    assert rooms.cycles(graph) == []
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_arrows_between_the_rooms_of_a_folder_never_lead_back(container: str) -> None:
+def test_arrows_between_the_rooms_of_a_folder_never_lead_back(
+    container: str, graph: rooms.Graph[str]
+) -> None:
     home = rooms.room_in(container, FILES, alone=True)
-    assert rooms.cycles(rooms.collapse(GRAPH, home)) == []
+    assert rooms.cycles(rooms.collapse(graph, home)) == []
 
 
 def test_every_room_has_its_place_in_the_layers_of_its_folder() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 from roundtable.privacy import solve_noise, sums_charge
 
-NOISE = solve_noise(sums_charge(1.0), 4.0, 1e-6).noise_multiplier
 WHOLE = {**COLUMNS, "counts": ColumnTable(least=0, most=12)}
 LOGISTIC = {"ask": "logistic", "outcome": "sex", "on": ["age", "rate"]}
 POISSON = {"ask": "poisson", "outcome": "counts", "on": ["age", "rate"]}
@@ -34,8 +34,13 @@ def people(**changed: Any) -> DataTable:
     return DataTable({**rows, **made}, WHOLE)
 
 
+@cache
+def noise() -> float:
+    return solve_noise(sums_charge(1.0), 4.0, 1e-6).noise_multiplier
+
+
 def answer(question: dict[str, Any], table: DataTable, seed: int = 0) -> Any:
-    return released(survey([question], NOISE, WHOLE), [table], NOISE, seed)[0]
+    return released(survey([question], noise(), WHOLE), [table], noise(), seed)[0]
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
