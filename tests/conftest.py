@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,20 @@ ROOT = Path(__file__).resolve().parent.parent
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("same" if "ROUNDTABLE_WHEEL" in os.environ else "explore")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects without looking for garbage: what is collected stays, and reading it over takes as long again.
+
+    Nor is it read later, whenever Python looks for cycles among all that lives.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _shared() -> Path:

@@ -4,7 +4,10 @@ It dials out, hands on what both sides sign, downloads a model once for the regi
 durably until the coordinator has them. Where a job says so, it adds them up.
 """
 
-from roundtable.relay.config import RelayConfig, load_relay_config
-from roundtable.relay.relay import Relay, run_relay
+from roundtable.core.allocator import importing
+
+with importing():
+    from roundtable.relay.config import RelayConfig, load_relay_config
+    from roundtable.relay.relay import Relay, run_relay
 
 __all__ = ["Relay", "RelayConfig", "load_relay_config", "run_relay"]

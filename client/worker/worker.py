@@ -21,14 +21,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from roundtable.client.failures import diagnose
-from roundtable.client.trainer import TrainedUpdate
-from roundtable.client.training.local_work import Stopped
-from roundtable.client.worker.executor import Executor, Settings
-from roundtable.client.worker.rehearsal import ACTS, BATCHES, rehearse
-from roundtable.client.worker.worker_order import Order
-from roundtable.core.machine.process_facts import die_with_parent, held_memory
-from roundtable.core.seeds import isolated_randomness
+from roundtable.core.allocator import importing
+
+with importing():
+    from roundtable.client.failures import diagnose
+    from roundtable.client.trainer import TrainedUpdate
+    from roundtable.client.training.local_work import Stopped
+    from roundtable.client.worker.executor import Executor, Settings
+    from roundtable.client.worker.rehearsal import ACTS, BATCHES, rehearse
+    from roundtable.client.worker.worker_order import Order
+    from roundtable.core.machine.process_facts import die_with_parent, held_memory
+    from roundtable.core.seeds import isolated_randomness
 
 _log = logging.getLogger("roundtable.worker")
 _PROGRESS_SECONDS = 0.5

@@ -12,6 +12,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from roundtable.core.allocator import importing
 from roundtable.core.machine.fork_server import ForkServer
 from roundtable.core.machine.process_facts import die_with_parent
 
@@ -22,7 +23,8 @@ def main() -> None:
     """`launch PARENT CONTROL FOLDER`: the silo's agent, a descriptor of its line, where ranks find it."""
     parent, control, folder = sys.argv[1:]
     die_with_parent(int(parent))
-    import_module(_RANK)
+    with importing():
+        import_module(_RANK)
     with socket.socket(fileno=int(control)) as line:
         ForkServer(line, partial(serve_rank, Path(folder))).serve()
 

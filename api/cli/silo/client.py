@@ -22,6 +22,7 @@ from roundtable.cli.silo.requests import requests
 from roundtable.cli.silo.shared_log import shared
 from roundtable.cli.silo.silo import approve, enroll, explain, forget, hash_code, jobs, refuse
 from roundtable.cli.silo.silo_model import silo_model
+from roundtable.core.allocator import importing
 from roundtable.core.identity.credentials import load_credentials
 
 if TYPE_CHECKING:
@@ -54,14 +55,16 @@ def client(context: click.Context, config: Path, page: str | None) -> int | None
     context.obj = config
     if context.invoked_subcommand is not None:
         return None
-    from roundtable.client.policy.config import load_agent_config
+    with importing():
+        from roundtable.client.policy.config import load_agent_config
 
     settings = load_agent_config(config)
     verbosity = service_process(
         settings.log_format, settings.log_levels, lambda: load_agent_config(config).log_levels
     )
     # What it brings along may warn: in the form of the log.
-    from roundtable.client.agent.agent import run_agent
+    with importing():
+        from roundtable.client.agent.agent import run_agent
 
     with _page(config, page or settings.page):
         return run_agent(settings, _cluster_trainer(settings), verbosity, lambda: _examined(config))
