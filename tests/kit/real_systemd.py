@@ -39,7 +39,8 @@ mount -t tmpfs -o mode=1777 tmpfs {root}/tmp
 mkdir -p {root}/opt/python {root}/opt/packages {root}/opt/tree
 mount --bind {python} {root}/opt/python
 mount --bind {packages} {root}/opt/packages
-cp -rL {tree}/. {root}/opt/tree
+# With their times, by which Python knows that it need not compile them again at each start.
+cp -rL --preserve=timestamps {tree}/. {root}/opt/tree
 chmod -R a+rX {root}/opt/tree
 cat > {root}/usr/local/bin/roundtable <<END
 #!/bin/sh
