@@ -245,9 +245,11 @@ def example_batch(data: Any, examples: int = 3) -> Any:
 
     Of one alone some layers take no statistics, and a power of two gives activations the shapes of weights.
     """
-    if count_examples(data) == 0:
+    # A stream tells how many it has by ending.
+    first = None if count_examples(data) == 0 else next(iter(ordered_batches(data, examples)), None)
+    if first is None:
         raise TaskError("the silo has no training examples, so what a batch is made of cannot be seen")
-    return next(iter(ordered_batches(data, examples))).data
+    return first.data
 
 
 def cannot_split(

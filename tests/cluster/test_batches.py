@@ -21,6 +21,7 @@ from roundtable.client.streams.shard_reader import _owner, merged
 from roundtable.client.streams.shares import largest_share
 from roundtable.client.streams.tar_shards import TarShards
 from roundtable.client.training.batches import training_batches
+from roundtable.cluster.plan.model_probe import example_batch
 from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharing
 from roundtable.cluster.train.streams import StreamedBatches, why_shared
 from roundtable.core.errors import TaskError
@@ -137,6 +138,16 @@ def test_what_a_stream_needs(tmp_path: Path) -> None:
         StreamedBatches(dataset, Sharing(0, 1, 1), batch_size=2, steps=None, seed=seed)
     with pytest.raises(TaskError, match="no pipeline: the training data are a stream"):
         StreamedBatches(dataset, Sharing(0, 1, 1, pipeline=2), batch_size=2, steps=1, seed=seed)
+
+
+def test_a_stream_without_examples_is_told_before_a_plan(tmp_path: Path) -> None:
+    class Nothing(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    for nothing in (Nothing(), TarShards(write_shards(tmp_path, [0, 0]), number)):
+        with pytest.raises(TaskError, match="the silo has no training examples"):
+            example_batch(nothing)
 
 
 def test_ranks_that_share_shards_are_told_why(tmp_path: Path) -> None:
