@@ -38,6 +38,14 @@ class ProgressListener(Protocol):
         """`done` and `total` in examples; `loss` is NaN where it is not known."""
 
 
+class Ahead(NamedTuple):
+    """Of the round behind a step: whether it may be trained `now`; `no_more` is set while the silo takes no
+    rounds."""
+
+    now: Callable[[], Awaitable[bool]]
+    no_more: asyncio.Event
+
+
 @dataclass(frozen=True)
 class StepWork:
     """One step, with everything that it needs on this machine.
@@ -50,7 +58,7 @@ class StepWork:
     the work: its kind (one of FAILURE_KINDS), a sentence that may leave the silo, and what is done about it.
     `set_up` hears what the step is trained on, once that is known.
     `in_line` hears that the step stands in line behind others (True), and that its turn has come (False).
-    `ahead` says, once the step is done, whether the round behind it may be trained before its order is here.
+    `ahead` says whether, once the step is done, the round behind it may be trained before its order is here.
     """
 
     step: StepKey
@@ -67,7 +75,7 @@ class StepWork:
     trouble: Callable[[str, str, str], None] = field(default=lambda kind, detail, action: None, compare=False)
     set_up: Callable[[TrainingSetup], None] = field(default=lambda setup: None, compare=False)
     in_line: Callable[[bool], None] = field(default=lambda waits: None, compare=False)
-    ahead: Callable[[], Awaitable[bool]] | None = field(default=None, compare=False)
+    ahead: Ahead | None = field(default=None, compare=False)
 
     @property
     def kept(self) -> tuple[int, int] | None:

@@ -233,8 +233,7 @@ class Agent:
                     if isinstance(message, incoming.StepInstruction) and self._declined(message, link):
                         return
                     self._memory.note(message)
-                    if isinstance(message, incoming.Challenge):
-                        # The relay's own connection was made anew.
+                    if isinstance(message, incoming.Challenge):  # The relay's own connection was made anew.
                         link.send(outgoing.proof(self._installation.prove(message.nonce)))
                     if isinstance(message, incoming.RevocationNews):
                         handler.gate.revocations.learn(message.revocations)
@@ -285,6 +284,7 @@ class Agent:
     def _maintain(self, drained: Drained | None, handler: StepHandler, link: Link) -> None:
         """Somebody has drained the silo, or it takes part again: that is noted, and told."""
         was, self._drained = self._drained, drained
+        handler.drain(drained=drained is not None)
         if drained is None:
             _log.info("takes part again; it was drained: %s", (was and was.reason) or "no reason given")
             self._notes.add(partial(handler.gate.note, "resumed"))

@@ -113,6 +113,10 @@ class StepHandler:
         """The coordinator's clock at a welcome; the first one is this process's beginning."""
         self._met = min(self._met, clock)
 
+    def drain(self, *, drained: bool) -> None:
+        """Whether the silo takes no new round; what is under way goes on."""
+        (self._worker.no_more.set if drained else self._worker.no_more.clear)()
+
     def recover(self) -> None:
         """Delivers what an earlier process of the agent finished."""
         self._secure.recover()

@@ -37,7 +37,7 @@ from roundtable.client.policy.health import HealthChecks
 from roundtable.client.policy.known_jobs import job_read
 from roundtable.client.prepared_updates import PREPARE, PreparedUpdate, PreparedUpdates
 from roundtable.client.step_key import StepKey, about
-from roundtable.client.trainer import Figures, StepWork, TrainedUpdate, Trainer
+from roundtable.client.trainer import Ahead, Figures, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ResourceError, RoundtableError
@@ -51,7 +51,10 @@ _log = logging.getLogger("roundtable.agent")
 
 
 class StepWorker:
-    """Works on steps: `gate` is asked before anything is done, and `ledger` told before anything leaves."""
+    """Works on steps: `gate` is asked before anything is done, and `ledger` told before anything leaves.
+
+    `no_more` is set while the silo takes no new round: then none is trained ahead.
+    """
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class StepWorker:
         self._spool = spool
         self._prepared = prepared
         self._arrivals: dict[str, ModelArrival] = {}
+        self.no_more = asyncio.Event()
 
     async def do(
         self,
@@ -125,7 +129,7 @@ class StepWorker:
             trouble=partial(self._reporter.trouble, step),
             set_up=partial(self._reporter.set_up, step),
             in_line=in_line,
-            ahead=partial(self._may_go_ahead, step, job),
+            ahead=Ahead(partial(self._may_go_ahead, step, job), self.no_more),
         )
         if step.phase == PREPARE:
             return await self._prepare(work, asked.model.digest)
@@ -142,7 +146,7 @@ class StepWorker:
 
     async def _may_go_ahead(self, step: StepKey, job: JobConfig) -> bool:
         """Whether the silo may train the round behind a step before it is asked to."""
-        if step.round == job.rounds or not self._gate.still_admits(step, job):
+        if self.no_more.is_set() or step.round == job.rounds or not self._gate.still_admits(step, job):
             return False
         return not await self._health.before(step.job, job.task.name)
 

@@ -35,7 +35,7 @@ class TrainingProcess:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self.number = 0
+        self._number = 0
         self._begun = False
         self._kills_before = memory_kills()
         self._output: deque[str] = deque(maxlen=20)
@@ -85,11 +85,11 @@ class TrainingProcess:
         `trouble` hears of incidents that do not end it.
         Cancelled, it asks the process to stop and kills it if it does not within a few seconds.
         """
-        self.number += 1
+        self._number += 1
         self._begun = False
         names = ("job", "round", "attempt", "phase")
         self._doing = {name: getattr(order, name) for name in names} if verb in ("train", "evaluate") else {}
-        self._write({"do": verb, "number": self.number, "order": asdict(order)})
+        self._write({"do": verb, "number": self._number, "order": asdict(order)})
         try:
             return await self._answer(progress, trouble)
         except asyncio.CancelledError:
@@ -147,7 +147,7 @@ class TrainingProcess:
         raise post_mortem(code, self._kills_before, list(self._output), begun=self._begun)
 
     async def _withdraw(self) -> None:
-        self._write({"do": "stop", "number": self.number})
+        self._write({"do": "stop", "number": self._number})
         try:
             await asyncio.wait_for(self._answer(lambda *seen: None), _STOP_SECONDS)
         except WorkFailed:

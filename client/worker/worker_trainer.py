@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, its_turn
+from roundtable.client.trainer import Ahead, ProgressListener, StepWork, TrainedUpdate, its_turn
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import choose_device, part_of_batch
 from roundtable.client.worker.own_model import forget_unused
@@ -46,7 +45,8 @@ class WorkerTrainer:
         self._whole: set[tuple[str, str]] = set()
         self._code: dict[str, str] = {}
         self._jobs = jobs
-        self._beside: set[asyncio.Task[None]] = set()
+        self._releasing: set[asyncio.Task[None]] = set()
+        self._ahead: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Spawns the process; it imports torch while the agent connects."""
@@ -59,16 +59,23 @@ class WorkerTrainer:
         metrics = {name: (value, count) for name, (value, count) in update["metrics"].items()}
         writing = Writing.from_plain(update["writing"])
         if answer["next"] and work.ahead is not None and self._child is not None:
-            self._run(self._go_ahead(work, work.ahead, self._child, self._child.number))
+            halvings = self._halvings.get((work.step.job, "train"), 0)
+            order = replace(order_of_work(work), halvings=halvings)
+            going = self._go_ahead(order, work.ahead, self._child)
+            self._ahead = asyncio.create_task(going, name=work.step.job)
         return TrainedUpdate(update["digest"], update["size"], update["examples"], metrics, writing)
 
-    async def _go_ahead(
-        self, work: StepWork, allowed: Callable[[], Awaitable[bool]], child: TrainingProcess, number: int
-    ) -> None:
-        """Has the process train the round behind the one that it has done, unless it has got other work."""
-        order = replace(order_of_work(work), halvings=self._halvings.get((work.step.job, "train"), 0))
-        if await allowed() and child is self._child and child.number == number and not self._turn.locked():
-            child.go_ahead(order)
+    async def _go_ahead(self, done: Order, ahead: Ahead, child: TrainingProcess) -> None:
+        """Has the process train the round behind one that it has done; cancelled once it gets other work."""
+        try:
+            allowed = await ahead.now()
+        except (RoundtableError, OSError) as error:
+            _log.warning("%s, round %d: nothing is trained ahead: %s", done.job, done.round + 1, error)
+            return
+        if allowed:
+            child.go_ahead(done)
+            await ahead.no_more.wait()
+            child.rest()
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""
@@ -83,15 +90,13 @@ class WorkerTrainer:
         for verb in ("train", "evaluate"):
             self._halvings.pop((job, verb), None)
             self._whole.discard((job, verb))
-        self._run(self._release(job))
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._beside.add(task)
-        task.add_done_callback(self._beside.discard)
+        releasing = asyncio.create_task(self._release(job))
+        self._releasing.add(releasing)
+        releasing.add_done_callback(self._releasing.discard)
 
     async def _release(self, job: str) -> None:
         async with self._turn:
+            self._end_ahead()
             if self._child is not None:
                 self._child.rest()
                 await self._child.gone()  # A step that was called off writes no more.
@@ -99,8 +104,13 @@ class WorkerTrainer:
 
     async def close(self) -> None:
         """See Trainer."""
-        await asyncio.gather(*self._beside)
+        self._end_ahead()
+        await asyncio.gather(*self._releasing)
         await self._end()
+
+    def _end_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
 
     async def _end(self) -> None:
         if self._child is not None:
@@ -174,6 +184,8 @@ class WorkerTrainer:
     ) -> dict[str, Any]:
         order = replace(order_of_work(work), halvings=halvings)
         async with its_turn(self._turn, work):
+            if self._ahead is not None and (verb == "train" or self._ahead.get_name() != work.step.job):
+                self._end_ahead()
             if (rehearsal := self._rehearsal) is not None:
                 rehearsal.cancel()
                 await asyncio.wait([rehearsal])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from roundtable.client.policy.health_table import HealthTable
+from roundtable.client.policy.maintenance import Maintenance
 from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.worker_order import Order
 from roundtable.core import JobConfig, Model
@@ -176,9 +177,10 @@ async def test_a_wrong_guess_and_a_failure_leave_nothing(ahead: Any, log: Any, t
     assert not any("batches ahead" in line for line in log.lines)
 
 
-async def test_nothing_is_trained_ahead_where_the_silo_is_not_ready(
+async def test_nothing_is_trained_ahead_where_the_silo_is_drained_or_not_ready(
     ahead: Any, log: Any, tmp_path: Path
 ) -> None:
+    """What is trained ahead ends where the silo is drained; and none is begun where a check says no."""
     check, hot = tmp_path / "check.sh", tmp_path / "hot"
     check.write_text(
         f'#!/bin/sh\nif [ -e {hot} ]; then echo \'{{"ready": false, "reason": "hot"}}\'\n'
@@ -187,13 +189,22 @@ async def test_nothing_is_trained_ahead_where_the_silo_is_not_ready(
     check.chmod(0o755)
     health = HealthTable.model_validate({"name": "heat", "command": [str(check)]})
     ahead.config = replace(ahead.config, health=(health,))
-    first = gate(ahead, 1, 4)
+    maintenance = Maintenance(ahead.config.state)
+    half, last = gate(ahead, 2, 2), gate(ahead, 1, 8)
     async with ahead.agent():
-        ahead.coordinator.say(instruction=ahead.instruction(1))
-        await log.until("task: round 1 step 4")
+        await order(ahead, 1)
+        await log.until("task: round 2 step 2")
+        maintenance.drain("new racks")
+        await log.until("drained, takes no new round: new racks")
+        half.write_text("go on")
+        await order(ahead, 1, 1, "evaluate")
+        maintenance.resume()
+        await log.until("takes part again")
+        ahead.coordinator.say(instruction=ahead.instruction(1, 2))
+        await log.until("task: round 1 step 8")
         hot.touch()
-        first.write_text("go on")
+        last.write_text("go on")
         await log.until("heat: hot")
         hot.unlink()
-        await order(ahead, 1, 1, "evaluate")
-    assert not any("round 2 step" in line for line in log.lines)
+        await order(ahead, 1, 2, "evaluate")
+    assert not any("round 2 step 3" in line for line in log.lines)
