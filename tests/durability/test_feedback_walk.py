@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 import torch
 from processes import PATIENCE, SILOS, Federation
-from safetensors.torch import load_file
 from torch import Tensor
 from training_processes import workers
 
 from roundtable.core import open_model
-from roundtable.core.encodings.feedback import ESTIMATE, MEMORY, VELOCITY
 
 VICTIM, OTHER = SILOS[0], SILOS[1]
 SIZE, KEPT, RATE, MOMENTUM, ROUNDS = 2000, 100, 0.5, 0.9, 3
@@ -45,21 +43,19 @@ class Toy(Task):
         return (model.weight * batch[0]).sum()
 """
 TOPK = f"topk(ratio={KEPT / SIZE})"
+_FOUR_BITS = {"up": "int4(block=64)", "down": "int4(block=64)", "feedback": "on"}
 WAYS: dict[str, dict[str, Any]] = {
     "error": {"up": TOPK},
     "momentum": {"up": TOPK, "momentum": MOMENTUM},
     "ef21": {"up": TOPK, "feedback": "ef21"},
     "lowrank": {"up": "lowrank(rank=2)"},
-    "streaming": {"up": "int4(block=64)", "down": "int4(block=64)", "feedback": "on"},
+    **dict.fromkeys(("streaming", "overlap", "eager"), _FOUR_BITS),
 }
+_GOES_ON = {"optimizer_state": "keep", "momentum": 0.5}
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "streaming": {
-        "name": "streaming",
-        "fragments": 2,
-        "mixing": 0.5,
-        "optimizer_state": "keep",
-        "momentum": 0.5,
-    }
+    "streaming": {"name": "streaming", "fragments": 2, "mixing": 0.5, **_GOES_ON},
+    "overlap": {"name": "streaming", "fragments": 2, "mixing": 0.5, "overlap": True, **_GOES_ON},
+    "eager": {"name": "eager", **_GOES_ON},
 }
 AGENT = ("update_encoded", "memory_kept", "update_written", "update_described", "upload_part", "receipt_here")
 HUB = (
@@ -82,8 +78,8 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
     made.close()
 
 
-Ended = tuple[list[str], dict[str, Tensor]]
-"""The digests of all rounds' models, and what the victim remembers at the end."""
+Ended = list[str]
+"""The digests of all rounds' models: what a round leaves at a silo is in the next one's."""
 
 
 @pytest.fixture(scope="module")
@@ -126,15 +122,7 @@ def ended(federation: Federation, job: str) -> tuple[Ended, list[int]]:
     records = [json.loads(record) for record in detail.history]
     assert [record["contributors"] for record in records] == [sorted(SILOS)] * ROUNDS
     attempts = [record["attempt"] for record in records]
-    name = f"round-{ROUNDS}.{attempts[-1]}.safetensors"
-    (file,) = (federation.folder / "silos" / VICTIM).glob(f"**/{job}/{name}")
-    return ([record["model"] for record in records], load_file(file)), attempts
-
-
-def same(found: Ended, wanted: Ended) -> None:
-    assert found[0] == wanted[0]
-    assert found[1].keys() == wanted[1].keys()
-    assert all(torch.equal(found[1][name], each) for name, each in wanted[1].items())
+    return [record["model"] for record in records], attempts
 
 
 def largest(values: Tensor) -> Tensor:
@@ -144,8 +132,8 @@ def largest(values: Tensor) -> Tensor:
     return kept
 
 
-def by_hand(way: str, silo: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """By how much a silo moves the model in all rounds, and what it remembers then."""
+def by_hand(way: str, silo: str) -> Tensor:
+    """By how much a silo moves the model in all rounds."""
     direction = torch.randn(1, 50, 40, generator=torch.Generator().manual_seed(len(silo))).flatten()
     moved, memory, beside = torch.zeros(SIZE), torch.zeros(SIZE), torch.zeros(SIZE)
     for _ in range(ROUNDS):
@@ -157,20 +145,15 @@ def by_hand(way: str, silo: str) -> tuple[Tensor, dict[str, Tensor]]:
         sent = largest(beside + memory)
         moved, memory = moved + sent, beside + memory - sent
         beside = torch.where(sent == 0, beside, torch.zeros(SIZE))
-    kept = {"ef21": {ESTIMATE: beside}, "momentum": {MEMORY: memory, VELOCITY: beside}}
-    return moved, kept.get(way, {MEMORY: memory})
+    return moved
 
 
 @pytest.mark.parametrize("way", ["error", "momentum", "ef21"])
 def test_agents_remember_what_the_papers_say(
     federation: Federation, undisturbed: Callable[[str], Ended], way: str
 ) -> None:
-    models, remembered = undisturbed(way)
-    moved = torch.stack([by_hand(way, silo)[0] for silo in SILOS]).mean(0)
-    mine = by_hand(way, VICTIM)[1]
-    assert remembered.keys() == mine.keys()
-    for name, each in mine.items():
-        torch.testing.assert_close(remembered[name], each, rtol=0, atol=1e-5)
+    models = undisturbed(way)
+    moved = torch.stack([by_hand(way, silo) for silo in SILOS]).mean(0)
     with federation.operator() as operator:
         (job,) = (each for each in operator.jobs() if each.model.digest == models[-1])
         operator.get_artifact(job.model.digest, job.model.size, federation.folder / way)
@@ -195,7 +178,7 @@ def test_an_agent_is_killed(
     job = submit(federation, way, f"{way} {point}")
     assert federation.died(VICTIM) == -signal.SIGKILL
     federation.agent(VICTIM)
-    same(ended(federation, job)[0], wanted)
+    assert ended(federation, job)[0] == wanted
 
 
 @pytest.mark.slow
@@ -216,7 +199,7 @@ def test_a_training_process_is_killed_under_its_agent(
     found, attempts = ended(federation, job)
     assert attempts[1] > 1
     assert agent.poll() is None
-    same(found, wanted)
+    assert found == wanted
     federation.kill(VICTIM)
     federation.agent(VICTIM)
 
@@ -238,7 +221,7 @@ def standing_still(federation: Federation, agent: int, but: int = 0) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ef21", "streaming"])
+@pytest.mark.parametrize("way", ["ef21", "streaming", "overlap"])
 @pytest.mark.parametrize("place", HUB)
 def test_the_coordinator_is_killed(
     federation: Federation, undisturbed: Callable[[str], Ended], way: str, place: str
@@ -249,7 +232,7 @@ def test_the_coordinator_is_killed(
     job = submit(federation, way, f"{way} {place}")
     assert federation.died("hub") == -signal.SIGKILL
     federation.coordinator()
-    same(ended(federation, job)[0], wanted)
+    assert ended(federation, job)[0] == wanted
 
 
 @pytest.mark.slow
@@ -270,4 +253,4 @@ def test_an_update_of_an_attempt_that_fails_leaves_no_trace(
     federation.agent(OTHER)
     found, attempts = ended(federation, job)
     assert attempts[1] > 1
-    same(found, wanted)
+    assert found == wanted
