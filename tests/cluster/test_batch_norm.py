@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.choice.planner import make_plan
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share, share_batch_norms
+from roundtable.cluster.plan.memory_estimate import ModelProbe
 from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.resources import Resources
 from roundtable.core import JobConfig
@@ -110,12 +112,16 @@ class Instances(Transformer):
         return F.instance_norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
 
 
-def planned(strategy: dict[str, Any], kind: type[nn.Module] = Normed, batch_size: int = 8) -> Any:
+@cache
+def looked_over(kind: type[nn.Module]) -> ModelProbe:
     task = Language(kind=kind)
-    probe = probe_model(task, task.data(Site("silo"))[0], device="cpu")
+    return probe_model(task, task.data(Site("silo"))[0], device="cpu")
+
+
+def planned(strategy: dict[str, Any], kind: type[nn.Module] = Normed, batch_size: int = 8) -> Any:
     table = ClusterTable.model_validate({"strategy": strategy})
     job = JobConfig.model_validate({"task": "t", "algorithm": {"batch_size": batch_size}})
-    return make_plan(probe, Resources(1, 4, 1 << 30, "cpu"), job, table).strategy
+    return make_plan(looked_over(kind), Resources(1, 4, 1 << 30, "cpu"), job, table).strategy
 
 
 def test_a_plan_runs_a_batch_whole_or_says_why_it_cannot() -> None:

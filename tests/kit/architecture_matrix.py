@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def job_of(architecture: str) -> JobConfig:
     return JobConfig.model_validate({"task": "t", "seed": 3, "algorithm": table})
 
 
+@cache
 def probe_of(architecture: str) -> ModelProbe:
     task, _ = ARCHITECTURES[architecture]
     data, _ = task.data(Site("silo"))
