@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter, defaultdict
 from collections.abc import Generator
 from pathlib import Path
 
@@ -31,6 +32,21 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several workers share the tests: first the files with one that is given more time than others,
+    then those with many, so that no worker is left with a long one while the others have nothing to do.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    usual = float(config.getini("timeout"))
+    counts, most = Counter(item.path for item in items), defaultdict[Path, float](lambda: usual)
+    for item in items:
+        if (mark := item.get_closest_marker("timeout")) is not None and mark.args:
+            most[item.path] = max(most[item.path], mark.args[0])
+    items.sort(key=lambda item: (-most[item.path], -counts[item.path]))
 
 
 def _shared() -> Path:

@@ -173,6 +173,8 @@ def wheel(*arguments: str) -> None:
             str(min(4, (os.cpu_count() or 1) + 1)),
             "--dist",
             "loadfile",
+            # In the order of tests/conftest.py.
+            "--no-loadscope-reorder",
         )
         command = [python, "-P", "-m", "pytest", "-o", f"cache_dir={folder}/cache"]
         environ = {"OMP_NUM_THREADS": "1", "ROUNDTABLE_WHEEL": str(site)}
