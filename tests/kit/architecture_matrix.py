@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -101,11 +102,11 @@ def planned(architecture: str, probe: ModelProbe, name: str) -> PlannedCell | st
 def table_of_page() -> dict[tuple[str, str], str]:
     """What docs/cluster-evidence.md says of each (architecture, strategy)."""
     page = (Path(__file__).parents[2] / "docs/cluster-evidence.md").read_text(encoding="utf-8")
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in page.partition("tools/architecture_table.py")[2].splitlines()
-        if line.startswith("|")
-    ]
+    after = page.partition("tools/architecture_table.py")[2]
+    # The first table after its tool's name; others may follow.
+    table = re.search(r"(?:^\|.*\n)+", after, re.MULTILINE)
+    assert table is not None
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.group().splitlines()]
     return {
         (architecture, row[0]): cell
         for row in rows[2:]
