@@ -16,7 +16,6 @@ from roundtable.client.policy.analysis_rules import analysis_objections
 from roundtable.client.policy.policy_table import PolicyTable, TaskTable, hours_of
 from roundtable.client.policy.privacy_rules import privacy_objections
 from roundtable.core.config import JobConfig
-from roundtable.core.encodings import get_encoding
 from roundtable.core.encodings.foreign.approval import not_approved
 from roundtable.core.errors import ConfigError
 from roundtable.core.identity.signing import VOUCHED_FOR
@@ -143,19 +142,11 @@ class Rules:
                 yield f"the job asks for {name} = {wanted}, and this silo allows {most} ([policy] {name})"
 
     def _to_encoding(self, job: JobConfig) -> Iterator[str]:
-        reasons = [*not_approved(job.transfer.foreign, self.encodings, "this silo", "agent.toml")]
-        yield from reasons
-        if reasons or not self.on_cluster:
-            return
-        if job.transfer.automatic or get_encoding(job.writes.up).dense_dtype is None:
+        yield from not_approved(job.transfer.foreign, self.encodings, "this silo", "agent.toml")
+        if self.on_cluster and job.common_rank is not None:
             yield (
-                f"the job's updates travel as {job.transfer.up!r} ([transfer] up), and the ranks of a "
-                "[cluster] write float32, bfloat16 or float16"
-            )
-        elif job.transfer.remembers:
-            yield (
-                "the job's updates have error feedback ([transfer] feedback), which the ranks of a [cluster] "
-                "do not keep"
+                f"the job's updates travel as {job.transfer.up!r} ([transfer] up) with a basis behind the "
+                "model, which the ranks of a [cluster] do not know"
             )
 
     def _to_sums(self, job: JobConfig) -> Iterator[str]:

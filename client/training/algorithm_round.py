@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from roundtable.client.training.local_work import LocalWork
-from roundtable.core.algorithms.contract import SECOND, ClientAlgorithm, ClientRound, OuterStep, Sent
+from roundtable.core.algorithms.contract import (
+    BEGINS,
+    ENDS,
+    SECOND,
+    ClientAlgorithm,
+    ClientRound,
+    OuterStep,
+    Sent,
+)
+from roundtable.core.algorithms.passes import put
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.algorithms.schedules import Schedule
 from roundtable.core.config import JobConfig
@@ -91,6 +100,19 @@ class AlgorithmRound:
         views = self._layout.model.unflatten(vector)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         return [views[names[id(p)]].to(p.device, p.dtype) for p in parameters]
+
+    def begins(self, module: nn.Module) -> None:
+        """Puts weights of the client's own into the module, where it trains from such."""
+        start = self.algorithm.begins(self.round)
+        if start is not None:
+            put(module, self._layout.model, start)
+            self.round.scratch[BEGINS] = start
+
+    def leaves(self, module: nn.Module) -> None:
+        """What training made of these weights, for `end`."""
+        if BEGINS in self.round.scratch:
+            left = torch.empty(self._layout.model.size)
+            self.round.scratch[ENDS] = self._layout.model.flatten(module, left)
 
     def arrived(self, vector: Tensor) -> None:
         """The model that the round is of, and its places, where training began before they were there."""

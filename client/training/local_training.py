@@ -116,6 +116,7 @@ def _train_module(
         measure = partial(whole_loss, task, module, data, work, device, execution.before_batch)
         trained = trained_slices(module, layout)
         rules = AlgorithmRound(work, context, trained, measure)
+        rules.begins(module)
         hooks.enter_context(rules.algorithm.while_training(rules.round, module))
         batches = RoundBatches(data, work, device)
         correct = make_correction(rules.step, parameters, rules.constants(module, parameters))
@@ -145,6 +146,7 @@ def _train_module(
             asked = asking(batches, execution.before_batch)
             taken = asked if own is None else _remembered(asked, seen)
             loop.fit(taken, correct, watched(progress, work, data))
+        rules.leaves(module)
         if execution.arrives is not None:
             assert is_plain(layout)
             rules.arrived(execution.arrives())

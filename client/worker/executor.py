@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.streams.kept_position import NAME
-from roundtable.client.trainer import TrainedUpdate, write_remembering
+from roundtable.client.trainer import TrainedUpdate
 from roundtable.client.training.algorithm_round import preparation
 from roundtable.client.training.evaluation import evaluate
 from roundtable.client.training.local_training import (
@@ -34,9 +34,9 @@ from roundtable.client.training.tuning import tuner
 from roundtable.client.worker.earlier_readings import READINGS, EarlierReadings
 from roundtable.client.worker.kept_generations import keep_generations
 from roundtable.client.worker.kept_release import KeptRelease
+from roundtable.client.worker.leaving_update import write_leaving
 from roundtable.client.worker.lost_state import (
     Trouble,
-    left_behind,
     say_if_lost,
     say_what_is_lost,
 )
@@ -46,10 +46,8 @@ from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_from_json
-from roundtable.core.encodings import StreamKey, get_encoding
 from roundtable.core.encodings.feedback import without_memory
 from roundtable.core.errors import EncodingError, ModelMismatch, ResourceError, TaskError
-from roundtable.core.failpoints import failpoint
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask
 from roundtable.core.foundation.model_difference import model_difference
 from roundtable.core.foundation.pretrained_task import PINNED, PretrainedTask
@@ -176,18 +174,16 @@ class Executor:
         warm.mode = protection.mode
         if NAME in update.local and local is None:
             say_if_lost(order)
-        key = StreamKey(warm.config.seed, self.settings.client, order.round, order.attempt)
-        transfer, sent = warm.config.writes, warm.layout.sent
-        encoding, chain = get_encoding(order.encoding or transfer.up), order.encoding
-        kept = self._state.load(order.job, order.counted) if transfer.remembers or encoding.keeps else None
-        # What is remembered is durable before the update can leave: it counts with the update, or not at all.
-        basis = start.vector[warm.layout.basis]
-        written = write_remembering(Path(order.output), update.delta, transfer, sent, key, kept, chain, basis)
-        failpoint("update_encoded", order.round, "train")
-        left = {**update.local, **written.memory}
-        if left or left_behind(warm.config, warm.algorithm, warm.layout):
-            self._state.save(order.job, (order.round, order.attempt), left, order.counted)
-        failpoint("memory_kept", order.round, "train")
+        written = write_leaving(
+            order,
+            warm.config,
+            warm.algorithm,
+            Model(warm.layout, start.vector, start.local),
+            self.settings.client,
+            self._state,
+            update.delta,
+            update.local,
+        )
         return TrainedUpdate(written.digest, written.size, update.examples, update.metrics, written.writing)
 
     def _protection(self, order: Order, mode: str) -> Protection:

@@ -28,6 +28,7 @@ with importing():
     from roundtable.client.trainer import TrainedUpdate
     from roundtable.client.training.local_work import Stopped
     from roundtable.client.worker.executor import Executor, Settings
+    from roundtable.client.worker.ranks_update import RanksUpdate
     from roundtable.client.worker.rehearsal import ACTS, BATCHES, rehearse
     from roundtable.client.worker.worker_order import Order
     from roundtable.core.machine.process_facts import die_with_parent, held_memory
@@ -216,6 +217,12 @@ def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, ans
     order, told = Order.of(command["order"]), _OrderInHand(command["number"], commands, answers)
 
     def work() -> dict[str, Any]:
+        if command["do"] == "begin":
+            RanksUpdate(executor.settings, order).begin(told.trouble)
+            return {"done": True}
+        if command["do"] == "shape":
+            shaped = RanksUpdate(executor.settings, order).shape()
+            return {"shaped": [shaped.digest, shaped.size, asdict(shaped.writing)]}
         if command["do"] == "rehearse":
             tried = rehearse(executor.settings, order, executor.device, told.begins)
             return {"rehearsed": asdict(tried)}

@@ -13,7 +13,8 @@ from roundtable.client.worker.silo_state import Counted
 @dataclass(frozen=True)
 class Order:
     """One step to do: `StepWork` as it crosses the pipe, `counted` as (round, attempt). After running out of
-    memory, with parts of batches, halved so many times. `steps`: those that the coordinator gave the silo."""
+    memory, with parts of batches, halved so many times. `steps`: those that the coordinator gave the silo.
+    Where ranks train, `begins` is the file of the model that they begin with, `plain` of what they write."""
 
     job: str
     round: int
@@ -28,6 +29,8 @@ class Order:
     counted: Counted | None = None
     steps: int | None = None
     encoding: str = ""
+    begins: str = ""
+    plain: str = ""
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Order:

@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from roundtable.cluster.agent.preflight import check_interface
 from roundtable.cluster.agent.rank_group import RankGroup
 from roundtable.cluster.agent.replica_groups import AllLost, ReplicaGroups
 from roundtable.cluster.agent.replica_starts import ReplicaStarts
+from roundtable.cluster.agent.shaped_updates import known_to_ranks, shaped_update
 from roundtable.cluster.plan.resources import Resources, allowed_resources
 from roundtable.cluster.train.checkpoint_places import mirrors, remove_checkpoints
 from roundtable.cluster.train.fellow_replicas import PLACES
@@ -65,6 +67,7 @@ class ClusterTrainer:
         assert config.cluster is not None
         table = config.cluster
         self._find = find or (lambda: allowed_resources(table, config.policy))
+        self._config = config
         self._table = config.cluster
         self._folder = config.state / "cluster"
         self._settings = Settings(
@@ -127,15 +130,12 @@ class ClusterTrainer:
             told = True
             progress(done, total, loss, figures)
 
-        update = (await self._do("train", work, seen))["trained"]
-        metrics = {name: (value, count) for name, (value, count) in update["metrics"].items()}
-        return TrainedUpdate(
-            digest=update["digest"], size=update["size"], examples=update["examples"], metrics=metrics
-        )
+        asked = partial(self._do, "train", progress=seen)
+        return await shaped_update(self._config, self._settings, work, asked)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""
-        sums = (await self._do("evaluate", work, progress))["evaluated"]
+        sums = (await self._do("evaluate", known_to_ranks(work), progress))["evaluated"]
         return {name: (value, count) for name, (value, count) in sums.items()}
 
     def release(self, job: str, *, met: bool) -> None:

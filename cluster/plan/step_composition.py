@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from roundtable.core.algorithms.contract import ClientAlgorithm
-from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.algorithms.known_algorithms import BUILTINS, make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
 
 
 def check_step(job: JobConfig) -> None:
-    """Raises ConfigError, with the reason, for an algorithm that needs a client's whole model or vector."""
+    """Raises ConfigError, with the reason, for an algorithm that needs a client's whole model or vector while
+    it trains; what needs it before and after is done beside the ranks."""
     algorithm = make_algorithm(job.algorithm)
+    if algorithm.goes_on() and job.algorithm.name in BUILTINS and algorithm.hooked() == "begins":
+        return
     reason = ""
     if (hook := algorithm.hooked()) is not None:
         reason = f"works on a client's whole module by its {hook}"

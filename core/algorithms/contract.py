@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from roundtable.core.algorithms.factor_rows import FactorRows, MergedFactors
 from roundtable.core.algorithms.gradient_work import Gradients, GradientWork, Held
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.algorithms.step import LocalStep
@@ -170,7 +171,7 @@ class Sent:
     kept: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-SECOND = "second"
+SECOND, BEGINS, ENDS = "second", "begins", "ends"
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,14 @@ class ClientAlgorithm:
         """A model of the client's own beside the round's; after `begin`."""
         return None
 
+    def begins(self, round: ClientRound) -> Tensor | None:
+        """The weights [d] that the client trains from in the place of the model as received; None for that.
+
+        The update is from the model as received all the same. `end` finds them in `round.scratch` under
+        BEGINS, and under ENDS what training made of them.
+        """
+        return None
+
     def while_training(self, round: ClientRound, module: nn.Module) -> AbstractContextManager[None]:
         """Entered with the model as received in `module`, left after the last step, or when one fails.
 
@@ -277,10 +286,15 @@ class ClientAlgorithm:
 
     def hooked(self) -> str | None:
         """The hook by which it changes a step in a way that `step` does not say; None if there is none."""
-        for name in ("while_training", "gradients"):
+        for name in ("while_training", "begins", "gradients"):
             if getattr(type(self), name) is not getattr(ClientAlgorithm, name):
                 return name
         return None
+
+    @classmethod
+    def goes_on(cls) -> bool:
+        """Whether a client trains from weights of its own."""
+        return cls.begins is not ClientAlgorithm.begins
 
     @classmethod
     def makes_gradients(cls) -> bool:
@@ -345,32 +359,6 @@ class Moved:
     places: Mapping[str, Tensor] = field(default_factory=dict)
     state: Mapping[str, Tensor] = field(default_factory=dict)
     told: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class FactorRows:
-    """Low-rank factors of one ΔW = s B A, as the clients of a round ended with them; float64.
-
-    downs [n, rank, in] and ups [n, out, rank] of single clients, zero behind a client's own rank; shares [n]
-    of the mean, of sum 1; down [rank, in] and up [out, rank] are what the round began with.
-    """
-
-    downs: Tensor
-    ups: Tensor
-    shares: Tensor
-    down: Tensor
-    up: Tensor
-
-
-@dataclass(frozen=True)
-class MergedFactors:
-    """The factors [rank, in] and [out, rank] after a round. lost: ‖error‖² of merging, squared Frobenius norm
-    of B A beside the exact product; moved: of the exact product's change in the round."""
-
-    down: Tensor
-    up: Tensor
-    lost: float
-    moved: float
 
 
 class ServerAlgorithm:

@@ -57,6 +57,7 @@ _HOOKS = {
     "local_tensors": ("model",),
     "resting": ("model",),
     "begin": ("round",),
+    "begins": ("round",),
     "while_training": ("round", "module"),
     "goes_ahead": (),
     "holds": ("round",),

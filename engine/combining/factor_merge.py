@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from roundtable.aggregation import UpdateMatrix
-from roundtable.core.algorithms.contract import FactorRows, ServerAlgorithm
+from roundtable.core.algorithms.contract import ServerAlgorithm
+from roundtable.core.algorithms.factor_rows import FactorRows
 from roundtable.core.algorithms.factors.factor_pairs import FactorPair
 from roundtable.core.algorithms.factors.thin_products import side_by_side, square, stacked
 from roundtable.core.errors import AggregationError

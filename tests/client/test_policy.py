@@ -275,11 +275,9 @@ def test_no_count_leaves_with_the_progress_of_private_work(silo: AgentConfig, ac
 @pytest.mark.parametrize(
     ("transfer", "reason"),
     [
-        ('up = "int4(block=64)"', "the ranks of a [cluster] write float32"),
-        ('up = "topk(ratio=0.05) | int8"', "the ranks of a [cluster] write float32"),
-        ('up = "bfloat16"\nfeedback = "on"', "the ranks of a [cluster] do not keep"),
-        ('up = "bfloat16"', ""),
-        ('up = "float16"', ""),
+        ('up = "lowrank(rank=2, basis=cohort)"', "which the ranks of a [cluster] do not know"),
+        ('up = "topk(ratio=0.05) | int8"', ""),
+        ('up = "bfloat16"\nfeedback = "on"', ""),
     ],
 )
 def test_a_cluster_refuses_what_its_ranks_cannot_write_before_it_trains(

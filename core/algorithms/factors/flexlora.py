@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import FactorRows, ServerAlgorithm
+from roundtable.core.algorithms.contract import ServerAlgorithm
+from roundtable.core.algorithms.factor_rows import FactorRows
 from roundtable.core.algorithms.factors.own_ranks import Product, RankedAlgorithm, RankedServer, RankTable
 from roundtable.core.algorithms.factors.thin_products import truncated
 

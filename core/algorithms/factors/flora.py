@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import ClientRound, FactorRows, ServerAlgorithm
+from roundtable.core.algorithms.contract import ClientRound, ServerAlgorithm
+from roundtable.core.algorithms.factor_rows import FactorRows
 from roundtable.core.algorithms.factors.factor_pairs import FactorPair, factor_pairs
 from roundtable.core.algorithms.factors.own_ranks import Product, RankedAlgorithm, RankedServer, RankTable
 from roundtable.core.algorithms.factors.thin_products import truncated

@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import ClientRound, FactorRows, Sent, ServerAlgorithm
+from roundtable.core.algorithms.contract import ClientRound, Sent, ServerAlgorithm
+from roundtable.core.algorithms.factor_rows import FactorRows
 from roundtable.core.algorithms.factors.factor_pairs import FactorPair, factor_pairs
 from roundtable.core.algorithms.factors.own_ranks import Product, RankedAlgorithm, RankedServer, RankTable
 from roundtable.core.algorithms.gradient_work import Gradients, GradientWork

@@ -19,10 +19,9 @@ from roundtable.core.algorithms.contract import (
     ClientAlgorithm,
     ClientRound,
     Composition,
-    FactorRows,
-    MergedFactors,
     ServerAlgorithm,
 )
+from roundtable.core.algorithms.factor_rows import FactorRows, MergedFactors
 from roundtable.core.algorithms.factors.factor_pairs import FactorPair, factor_pairs
 from roundtable.core.algorithms.factors.thin_products import side_by_side, square, stacked
 from roundtable.core.algorithms.table import AlgorithmTable

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Composition, Sent
-from roundtable.core.algorithms.passes import put
+from roundtable.core.algorithms.contract import BEGINS, ENDS, ClientAlgorithm, ClientRound, Composition, Sent
 
-_BEGINS, _ENDS, _MOMENTUM, _ROUND = "begins", "ends", "momentum", "round"
+_BEGINS, _MOMENTUM, _ROUND = "begins", "momentum", "round"
 
 
 class Eager(ClientAlgorithm):
@@ -42,14 +38,9 @@ class Eager(ClientAlgorithm):
     )
 
     @override
-    @contextmanager
-    def while_training(self, round: ClientRound, module: nn.Module) -> Iterator[None]:
-        """Trains from its own weights, for which the round's model need not be there yet."""
-        start = round.kept[_BEGINS] if _away(round) == 1 else round.vector
-        put(module, round.layout, start)
-        yield
-        round.scratch[_BEGINS] = start
-        round.scratch[_ENDS] = round.layout.flatten(module, torch.empty_like(round.vector))
+    def begins(self, round: ClientRound) -> Tensor:
+        """Its own weights, for which the round's model need not be there yet."""
+        return round.kept[_BEGINS] if _away(round) == 1 else round.vector
 
     @override
     def goes_ahead(self) -> bool:
@@ -57,7 +48,7 @@ class Eager(ClientAlgorithm):
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
-        change = round.scratch.pop(_ENDS).sub_(round.scratch.pop(_BEGINS))
+        change = round.scratch[ENDS] - round.scratch[BEGINS]
         outer = round.outer
         assert outer is not None
         own = momentum = change * outer.share

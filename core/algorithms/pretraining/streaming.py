@@ -3,18 +3,16 @@ others (Douillard et al. 2025)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 import torch
 from blake3 import blake3
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
-from roundtable.core.algorithms.contract import ClientAlgorithm, ClientRound, Composition, Sent
-from roundtable.core.algorithms.passes import put
+from roundtable.core.algorithms.contract import ENDS, ClientAlgorithm, ClientRound, Composition, Sent
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.encodings.composed.fragments import MOST_FRAGMENTS, Fragments, FragmentTable
 from roundtable.core.toml_tables import Finite
@@ -92,12 +90,14 @@ class Streaming(ClientAlgorithm):
     )
 
     @override
-    @contextmanager
-    def while_training(self, round: ClientRound, module: nn.Module) -> Iterator[None]:
-        """Trains from θ in the place of R, which with `overlap` need not be there yet."""
-        put(module, round.layout, self._start(round))
-        yield
-        round.scratch[_OWN] = round.layout.flatten(module, torch.empty_like(round.vector))
+    def begins(self, round: ClientRound) -> Tensor:
+        """θ, for which with `overlap` R need not be there yet."""
+        if _OWN not in round.kept:
+            return round.vector
+        own = round.kept[_OWN]
+        if self._table.overlap and self._went_on(round):
+            return own
+        return self._merged(round, own, self._marks(round))
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
@@ -105,7 +105,7 @@ class Streaming(ClientAlgorithm):
         sent = torch.zeros_like(update)
         for place in fragments.places(fragments.due(round.context.round)):
             sent[place] = update[place]
-        own = round.scratch.pop(_OWN)
+        own = round.scratch[ENDS]
         if self._table.overlap and self._went_on(round):
             own = self._merged(round, own, marks)
         return Sent(sent, {}, {_OWN: own, _SEEN: marks, _ROUND: torch.tensor(round.context.round)})
@@ -113,15 +113,6 @@ class Streaming(ClientAlgorithm):
     @override
     def goes_ahead(self) -> bool:
         return self._table.overlap
-
-    def _start(self, round: ClientRound) -> Tensor:
-        """θ [d] as the silo begins the round with it."""
-        if _OWN not in round.kept:
-            return round.vector
-        own = round.kept[_OWN]
-        if self._table.overlap and self._went_on(round):
-            return own
-        return self._merged(round, own, self._marks(round))
 
     def _merged(self, round: ClientRound, own: Tensor, marks: Tensor) -> Tensor:
         """θ [d] of `own` and the fragments of R, marked so, that are others than the silo has seen."""

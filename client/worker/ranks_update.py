@@ -1,0 +1,81 @@
+"""What an algorithm and an encoding make of an update that the ranks of a `[cluster]` have written plainly.
+
+Ranks hold parts of a model and write parts of a file. What needs whole vectors is done here, before they
+begin and after they have ended: weights of the silo's own to begin with, what is sent of them, feedback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from roundtable.client.trainer import EncodedUpdate
+from roundtable.client.training.algorithm_round import AlgorithmRound
+from roundtable.client.training.local_work import LocalWork
+from roundtable.client.worker.executor import Settings
+from roundtable.client.worker.leaving_update import write_leaving
+from roundtable.client.worker.lost_state import Trouble, say_what_is_lost
+from roundtable.client.worker.silo_state import SiloState
+from roundtable.client.worker.worker_order import Order
+from roundtable.core.algorithms.contract import BEGINS, ENDS
+from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.config import job_from_json
+from roundtable.core.encodings.feedback import without_memory
+from roundtable.core.models import Model, open_model, save_model
+
+
+class RanksUpdate:
+    """One order, as far as it is whole vectors; float32 on CPU."""
+
+    def __init__(self, settings: Settings, order: Order) -> None:
+        self._client = settings.client
+        self._order = order
+        self._state = SiloState(Path(settings.jobs))
+        self._job = job_from_json(order.config)
+        self._algorithm = make_algorithm(self._job.algorithm)
+        self._start = open_model(Path(order.model))
+        self._kept = self._state.load(order.job, order.counted)
+        local = without_memory(self._kept)
+        work = LocalWork(
+            self._job,
+            self._start.layout,
+            self._start.vector,
+            order.round,
+            self._client,
+            local,
+            self._algorithm,
+        )
+        self._rules = AlgorithmRound(work, work.context(None, torch.device("cpu")), ())
+
+    def begin(self, trouble: Trouble) -> None:
+        """Writes the model that ranks begin with into `order.begins`, where it is not the round's.
+
+        `trouble` hears of what the silo should go on from and has lost.
+        """
+        # Ranks keep their optimizers' states in places of their own, and tell of them by themselves.
+        ours = self._job.algorithm.model_copy(update={"optimizer_state": "drop"})
+        job = self._job.model_copy(update={"algorithm": ours})
+        say_what_is_lost(self._order, job, self._algorithm, self._start.layout, self._kept, trouble)
+        begins = self._algorithm.begins(self._rules.round)
+        if begins is not None:
+            save_model(Path(self._order.begins), Model(self._start.layout, begins, self._start.local))
+
+    def shape(self) -> EncodedUpdate:
+        """Makes the update of what ranks have left in `order.plain`, from what they began with."""
+        order, layout = self._order, self._start.layout
+        row = torch.from_numpy(np.fromfile(order.plain, "<f4"))
+        local: Mapping[str, Any] = self._state.load(order.job, (order.round, order.attempt)) or {}
+        begins = self._algorithm.begins(self._rules.round)
+        if begins is not None:
+            size = layout.model.size
+            ends = begins + row[:size]
+            self._rules.round.scratch.update({BEGINS: begins, ENDS: ends})
+            row[:size].copy_(ends - self._start.vector[:size])
+            local = {**local, **self._rules.end(row, order.steps or self._job.algorithm.steps or 0)}
+        return write_leaving(
+            order, self._job, self._algorithm, self._start, self._client, self._state, row, local
+        )
