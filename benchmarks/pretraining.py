@@ -54,15 +54,27 @@ class Method:
     momentum: float
     fragments: int = 0
     transfer: Mapping[str, str] = field(default_factory=dict)
+    late: bool = False
+    """Whether silos train on while a round is on its way: with `overlap`, or by eager updates."""
+
+    @property
+    def algorithm(self) -> dict[str, Any]:
+        """What `[algorithm]` says of it."""
+        if self.fragments:
+            return {"name": "streaming", "fragments": self.fragments, "mixing": 0.5, "overlap": self.late}
+        return {"name": "eager"} if self.late else {}
 
 
-def methods(local: int, rate: float, momentum: float) -> list[Method]:
-    """Those that meet every `local` steps; three fragments, each every 3 ⌈local / 3⌉."""
+def methods(local: int, rate: float, momentum: float, eager: tuple[float, float]) -> list[Method]:
+    """Those that meet every `local` steps; three fragments, each every 3 ⌈local / 3⌉. Eager updates have
+    outer settings of their own, as what comes a round late bears a smaller step."""
     return [
         Method("FedAvg", local, 1.0, 0.0),
         Method("DiLoCo", local, rate, momentum),
         Method("DiLoCo, 4 bit", local, rate, momentum, 0, FOUR),
+        Method("DiLoCo, 4 bit, eager", local, *eager, 0, FOUR, late=True),
         Method("Streaming DiLoCo, 4 bit", -(-local // 3), rate, momentum, 3, FOUR),
+        Method("Streaming DiLoCo, 4 bit, overlap", -(-local // 3), rate, momentum, 3, FOUR, late=True),
     ]
 
 
@@ -272,14 +284,13 @@ def federated(course: Course, seed: int, rate: float, method: Method) -> dict[st
     """A method's rounds after the start, through the round engine; its bytes are those of the rounds."""
     rounds = (course.steps - course.begun) // method.every
     start = load_file(course.folder / f"start-{seed}-{rate:g}.safetensors")
-    named = {"name": "streaming", "fragments": method.fragments, "mixing": 0.5} if method.fragments else {}
     job = JobConfig.model_validate(
         {
             "task": "characters",
             "rounds": rounds,
             "seed": seed,
             "algorithm": {
-                **named,
+                **method.algorithm,
                 "steps": method.every,
                 "batch_size": course.batch,
                 "max_gradient_norm": 1.0,
@@ -389,6 +400,9 @@ def main() -> None:
     parser.add_argument(
         "--outer", type=float, nargs=2, default=(0.7, 0.8), help="DiLoCo's outer learning rate and momentum"
     )
+    parser.add_argument(
+        "--eager", type=float, nargs=2, default=(0.5, 0.5), help="the same where updates are eager"
+    )
     parser.add_argument("--batch", type=int, default=4, help="windows of 64 characters a silo's step takes")
     parser.add_argument(
         "--width", type=int, default=128, help="of the model; 128 and 6 layers: 1.2 M parameters"
@@ -410,7 +424,7 @@ def main() -> None:
     for seed in range(given.seeds):
         run = kept(course, f"bound-{seed}-{rate:g}", lambda seed=seed: bound(course, seed, rate))
         results.setdefault("data parallel", []).append(run)
-        for method in methods(given.local, *given.outer):
+        for method in methods(given.local, *given.outer, given.eager):
             name = f"{seed}-{method.name}"
             run = kept(course, name, lambda s=seed, m=method: federated(course, s, rate, m))
             results.setdefault(method.name, []).append(run)
