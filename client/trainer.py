@@ -39,10 +39,11 @@ class ProgressListener(Protocol):
 
 
 class Ahead(NamedTuple):
-    """Of the round behind a step: whether it may be trained `now`; `no_more` is set while the silo takes no
-    rounds."""
+    """Of the round behind a step: whether it may be trained `now`, and `still`, once it is; `no_more` is set
+    while the silo takes no rounds."""
 
     now: Callable[[], Awaitable[bool]]
+    still: Callable[[], bool]
     no_more: asyncio.Event
 
 

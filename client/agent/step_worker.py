@@ -129,7 +129,11 @@ class StepWorker:
             trouble=partial(self._reporter.trouble, step),
             set_up=partial(self._reporter.set_up, step),
             in_line=in_line,
-            ahead=Ahead(partial(self._may_go_ahead, step, job), self.no_more),
+            ahead=Ahead(
+                partial(self._may_go_ahead, step, job),
+                partial(self._gate.still_admits, step, job),
+                self.no_more,
+            ),
         )
         if step.phase == PREPARE:
             return await self._prepare(work, asked.model.digest)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,6 @@ class _WarmJob:
     layout: Layout
     out: Tensor
     mode: str = "auto"
-    second: nn.Module | None = None
 
     @property
     def goes_ahead(self) -> bool:
@@ -98,11 +97,26 @@ class _WarmJob:
         plain = is_plain(self.layout.model) and isinstance(self.model, nn.Module)
         return plain and self.algorithm.goes_ahead()
 
-    def apart(self) -> nn.Module:
-        """A second model, so that the first can be evaluated while this one is trained."""
-        if self.second is None:
-            self.second = copy.deepcopy(module_of(self.model))
-        return self.second
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """The module may be evaluated inside, in the middle of its training: weights and modes are put back.
+
+        What else it holds, `evaluate` puts back itself.
+        """
+        module = module_of(self.model)
+        modes = [(part, part.training) for part in module.modules()]
+        state = module.state_dict()
+        held = {
+            spec.name: state[spec.name].detach().to("cpu", copy=True) for spec in self.layout.model.averaged
+        }
+        try:
+            yield
+        finally:
+            state = module.state_dict()
+            for name, value in held.items():
+                state[name].copy_(value)
+            for part, training in modes:
+                part.training = training
 
 
 class Executor:
@@ -140,15 +154,17 @@ class Executor:
             assert arrives is not None
             order = arrives()
             _, start = self._prepare(order)
+            self._remember(order, warm)
             return start.vector
 
         data, _ = self._data_of(order.task, warm)
         local = self._kept(order, warm, trouble)
-        self._remember(order, warm)
+        if arrives is None:
+            self._remember(order, warm)
         protection = self._protection(order, warm.mode)
         update = train(
             warm.task,
-            warm.model if arrives is None else warm.apart(),
+            warm.model,
             data,
             LocalWork(
                 warm.config,
@@ -198,6 +214,15 @@ class Executor:
         """Whether the round behind an order that was done can be trained before its own is here."""
         warm = self._warm
         return warm is not None and warm.job == order.job and warm.goes_ahead
+
+    def has_kept(self, order: Order) -> bool:
+        """Whether what the silo goes on from, as the order says, is still there."""
+        return self._state.find(order.job, order.counted) is not None
+
+    def evaluate_between(self) -> AbstractContextManager[None]:
+        """Inside, the model of the job that is trained may be evaluated."""
+        assert self._warm is not None
+        return self._warm.lent()
 
     def evaluate(self, order: Order, before_batch: BeforeBatch | None = None) -> Metrics:
         """Evaluates the model, with the silo's own tensors in it, on the silo's test data.

@@ -30,6 +30,10 @@ _STOP_SECONDS = 5.0
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP"}
 
 
+class EndedAhead(WorkFailed):
+    """The process has ended while it trained ahead, before it took up the order: another one can do that."""
+
+
 class TrainingProcess:
     """One training process."""
 
@@ -42,6 +46,8 @@ class TrainingProcess:
         self._doing: dict[str, Any] = {}
         self._listener = asyncio.create_task(self._listen())
         self._leaving = False
+        self._goes_ahead = False
+        self._heard = False
         self._withdrawing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -80,13 +86,14 @@ class TrainingProcess:
     async def do(
         self, verb: str, order: Order, progress: ProgressListener, trouble: Trouble | None = None
     ) -> dict[str, Any]:
-        """Sends an order, and returns the answer; WorkFailed for a failure or the end of the process.
+        """Sends an order, and returns the answer; WorkFailed for a failure or the end of the process,
+        EndedAhead where that was not the order's.
 
         `trouble` hears of incidents that do not end it.
         Cancelled, it asks the process to stop and kills it if it does not within a few seconds.
         """
         self._number += 1
-        self._begun = False
+        self._begun = self._heard = False
         names = ("job", "round", "attempt", "phase")
         self._doing = {name: getattr(order, name) for name in names} if verb in ("train", "evaluate") else {}
         self._write({"do": verb, "number": self._number, "order": asdict(order)})
@@ -98,6 +105,7 @@ class TrainingProcess:
 
     def go_ahead(self, order: Order) -> None:
         """Has the process train what comes behind an order that it has done, until it gets another one."""
+        self._goes_ahead = True
         self._write({"do": "ahead", "order": asdict(order)})
 
     def rest(self) -> None:
@@ -121,6 +129,7 @@ class TrainingProcess:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             message: dict[str, Any] = json.loads(line)
+            self._heard = True
             if "progress" in message:
                 done, total, loss = message["progress"]
                 progress(done, total, math.nan if loss is None else loss)
@@ -144,7 +153,10 @@ class TrainingProcess:
                 return message
         code = await self._process.wait()
         await self._listener
-        raise post_mortem(code, self._kills_before, list(self._output), begun=self._begun)
+        found = post_mortem(code, self._kills_before, list(self._output), begun=self._begun)
+        if self._goes_ahead and not self._heard:
+            raise EndedAhead(found.kind, found.detail, found.trace, whole=found.whole)
+        raise found
 
     async def _withdraw(self) -> None:
         self._write({"do": "stop", "number": self._number})

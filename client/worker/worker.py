@@ -135,8 +135,9 @@ class _OrderInHand:
 class _Ahead:
     """The next round's training while its order is on the way: a guess, until the order says the same.
 
-    Orders to evaluate the job's models are done in between, on a model of their own. Any other order than the
-    one that was guessed ends it, and is done as if nothing had been trained.
+    Orders to evaluate the job's models are done in between. Any other order than the one that was guessed
+    ends it, and is done as if nothing had been trained; so is that one where what the silo goes on from is
+    lost meanwhile.
     """
 
     def __init__(self, executor: Executor, done: Order, commands: _Commands, answers: TextIO) -> None:
@@ -169,17 +170,20 @@ class _Ahead:
     def _look(self) -> None:
         command = self._commands.take()
         order = Order.of(command["order"]) if "order" in command else None
-        if order is not None and command["do"] == "train" and self.order.foretold(order):
+        if order is not None and command["do"] == "train" and self._foretold(order):
             self.order = order
             self.told = _OrderInHand(command["number"], self._commands, self._answers)
             _say(self._answers, {"ahead": self._batches})
         elif order is not None and command["do"] == "evaluate" and order.job == self.order.job:
-            # Training goes on with the numbers that it would have drawn.
-            with isolated_randomness(0, self._executor.device):
+            # Training goes on with the weights and the numbers that it would have had.
+            with isolated_randomness(0, self._executor.device), self._executor.evaluate_between():
                 _serve(self._executor, command, self._commands, self._answers)
         else:
             self._commands.give_back(command)
             raise Stopped
+
+    def _foretold(self, order: Order) -> bool:
+        return self.order.foretold(order) and self._executor.has_kept(order)
 
 
 def _go_ahead(executor: Executor, done: Order, commands: _Commands, answers: TextIO) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from roundtable.client.worker.executor import choose_device, part_of_batch
 from roundtable.client.worker.own_model import forget_unused
 from roundtable.client.worker.process_settings import settings_of
 from roundtable.client.worker.rehearsal import Rehearsed
-from roundtable.client.worker.training_process import TrainingProcess
+from roundtable.client.worker.training_process import EndedAhead, TrainingProcess
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.errors import RoundtableError
 from roundtable.core.observability.training_setup import TrainingSetup
@@ -25,10 +27,9 @@ from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.task import hash_of_task
 
 _log = logging.getLogger("roundtable.agent")
-_LINE_LIMIT = 16 << 20
-_STOP_SECONDS = 5.0
 _MOST_HALVINGS = 6
-_CRASHES = {"SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGTRAP"}
+_LOOK_SECONDS = 5.0
+_MOST_LOST = 2
 
 
 class WorkerTrainer:
@@ -47,6 +48,7 @@ class WorkerTrainer:
         self._jobs = jobs
         self._releasing: set[asyncio.Task[None]] = set()
         self._ahead: asyncio.Task[None] | None = None
+        self._lost: Counter[str] = Counter()
 
     async def start(self) -> None:
         """Spawns the process; it imports torch while the agent connects."""
@@ -58,7 +60,8 @@ class WorkerTrainer:
         update = answer["trained"]
         metrics = {name: (value, count) for name, (value, count) in update["metrics"].items()}
         writing = Writing.from_plain(update["writing"])
-        if answer["next"] and work.ahead is not None and self._child is not None:
+        kept_up = self._lost[work.step.job] < _MOST_LOST
+        if answer["next"] and work.ahead is not None and self._child is not None and kept_up:
             halvings = self._halvings.get((work.step.job, "train"), 0)
             order = replace(order_of_work(work), halvings=halvings)
             going = self._go_ahead(order, work.ahead, self._child)
@@ -66,7 +69,8 @@ class WorkerTrainer:
         return TrainedUpdate(update["digest"], update["size"], update["examples"], metrics, writing)
 
     async def _go_ahead(self, done: Order, ahead: Ahead, child: TrainingProcess) -> None:
-        """Has the process train the round behind one that it has done; cancelled once it gets other work."""
+        """Has the process train the round behind one that it has done, while the silo lets it; cancelled once
+        it gets other work."""
         try:
             allowed = await ahead.now()
         except (RoundtableError, OSError) as error:
@@ -74,8 +78,21 @@ class WorkerTrainer:
             return
         if allowed:
             child.go_ahead(done)
-            await ahead.no_more.wait()
+            await self._while_let(done, ahead)
             child.rest()
+
+    async def _while_let(self, done: Order, ahead: Ahead) -> None:
+        """Returns once the silo takes no more rounds, or lets the job in no longer."""
+        why = "the silo does not let the job in any more"
+        try:
+            while ahead.still():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await ahead.no_more.wait()
+                        return
+        except (RoundtableError, OSError) as error:
+            why = str(error)
+        _log.warning("%s, round %d: is not trained ahead any more: %s", done.job, done.round + 1, why)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""
@@ -90,15 +107,19 @@ class WorkerTrainer:
         for verb in ("train", "evaluate"):
             self._halvings.pop((job, verb), None)
             self._whole.discard((job, verb))
+        self._lost.pop(job, None)
         releasing = asyncio.create_task(self._release(job))
         self._releasing.add(releasing)
         releasing.add_done_callback(self._releasing.discard)
 
     async def _release(self, job: str) -> None:
         async with self._turn:
-            self._end_ahead()
+            ours = self._ahead is not None and self._ahead.get_name() == job
+            if ours:
+                self._end_ahead()
             if self._child is not None:
-                self._child.rest()
+                if ours:
+                    self._child.rest()
                 await self._child.gone()  # A step that was called off writes no more.
             await asyncio.to_thread(forget_unused, self._jobs, job)
 
@@ -111,6 +132,12 @@ class WorkerTrainer:
     def _end_ahead(self) -> None:
         if self._ahead is not None:
             self._ahead.cancel()
+
+    @property
+    def _goes_ahead(self) -> str:
+        """The job of which a round is trained ahead, or is about to be; "" for none."""
+        task = self._ahead
+        return "" if task is None or task.done() or task.cancelling() else task.get_name()
 
     async def _end(self) -> None:
         if self._child is not None:
@@ -128,6 +155,13 @@ class WorkerTrainer:
             except WorkFailed as failure:
                 if failure.kind != "out_of_memory":
                     raise self._not_in_parts(key, first, failure) if first else failure from None
+                if verb == "evaluate" and self._goes_ahead == work.step.job:
+                    # What is trained ahead holds memory too, and the process ends with it.
+                    self._end_ahead()
+                    self._lost[work.step.job] = _MOST_LOST
+                    action = "evaluates again, and trains no round of the job ahead from now on"
+                    work.trouble(failure.kind, failure.detail, action)
+                    continue
                 if failure.whole or halvings >= self._most_halvings(verb, work):
                     raise
                 first = failure
@@ -157,9 +191,10 @@ class WorkerTrainer:
     async def rehearse(self, order: Order, progress: ProgressListener) -> Rehearsed | None:
         """Tries a task in a process of its own, of which nothing stays for rounds; WorkFailed as for work.
 
-        None where a step is worked on, or comes meanwhile: that goes first, and tries the same.
+        None where a step is worked on, or trained ahead, or comes meanwhile: that goes first, and tries the
+        same.
         """
-        if self._turn.locked():
+        if self._turn.locked() or self._goes_ahead:
             return None
         rehearsal = self._rehearsal = asyncio.create_task(self._rehearse(order, progress))
         try:
@@ -184,20 +219,39 @@ class WorkerTrainer:
     ) -> dict[str, Any]:
         order = replace(order_of_work(work), halvings=halvings)
         async with its_turn(self._turn, work):
+            ahead = self._goes_ahead
             if self._ahead is not None and (verb == "train" or self._ahead.get_name() != work.step.job):
                 self._end_ahead()
             if (rehearsal := self._rehearsal) is not None:
                 rehearsal.cancel()
                 await asyncio.wait([rehearsal])
-            if self._child is not None and await self._child.gone():
-                await self._end()
-            await self._follow_code(order.task)
-            if self._child is None:
-                await self.start()
-            assert self._child is not None
-            if verb == "train":
-                work.set_up(TrainingSetup(device=str(choose_device(self._config.device))))
-            return await self._child.do(verb, order, progress, work.trouble)
+            while True:
+                if self._child is not None and await self._child.gone():
+                    self._lose(ahead)
+                    await self._end()
+                await self._follow_code(order.task)
+                if self._child is None:
+                    await self.start()
+                assert self._child is not None
+                if verb == "train":
+                    work.set_up(TrainingSetup(device=str(choose_device(self._config.device))))
+                try:
+                    return await self._child.do(verb, order, progress, work.trouble)
+                except EndedAhead as ended:
+                    _log.warning("%s: %s", work.step.job, ended.detail)
+
+    def _lose(self, job: str) -> None:
+        """Notes that the process has ended while it trained a round of this job ahead, if it did."""
+        if not job:
+            return
+        self._end_ahead()
+        self._lost[job] += 1
+        over = self._lost[job] >= _MOST_LOST
+        _log.warning(
+            "%s: the training process ended while it trained a round ahead; another one does the step%s",
+            job,
+            ", and none of the job is trained ahead from now on" if over else "",
+        )
 
     async def _follow_code(self, task: str) -> None:
         """Ends a process that has loaded other code of the task than its files hold: it imports once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from roundtable.client.policy.health_table import HealthTable
+from roundtable.client.policy.known_jobs import KnownJobs
 from roundtable.client.policy.maintenance import Maintenance
 from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.worker_order import Order
@@ -19,27 +21,35 @@ from roundtable.core.models import save_model
 from roundtable.core.task import load_task
 
 TASK = """
-import os, sys, torch
+import os, signal, sys, torch
 from torch import nn
 from torch.nn import functional as F
 from roundtable.core import Task
 
 class Toy(Task):
     def model(self):
-        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        made = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        last = made[2]  # A part that the module reaches by another way than its own attributes.
+        made[1].register_forward_hook(lambda module, given, found: found * last.weight.norm())
+        return made
     def data(self, site):
         g = torch.Generator().manual_seed(0)
         rows = torch.randn(32, 4, generator=g), torch.randint(0, 3, (32,), generator=g)
         return rows, rows
     def loss(self, model, batch, context):
         if not model.training:
+            if os.path.exists("full") and 3 in getattr(self, "step", {}):
+                raise MemoryError
             return F.cross_entropy(model(batch[0]), batch[1])
         self.step = getattr(self, "step", {})
         step = self.step[context.round] = self.step.get(context.round, 0) + 1
         print("round", context.round, "step", step, file=sys.stderr, flush=True)
         gate = f"gate-{context.round}-{step}"
         if os.path.exists(gate):
-            if not open(gate).read():  # A pipe: it opens once somebody writes.
+            said = open(gate).read()  # A pipe: it opens once somebody writes.
+            if said == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not said:
                 raise ValueError("the gate says so")
             os.remove(gate)
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -56,7 +66,7 @@ def ahead(silo: Any) -> Any:
     (silo.config.folder / "toy.py").write_text(TASK)
     algorithm = {"name": "streaming", "fragments": 2, "overlap": True, "mixing": 0.5, "batch_size": 8}
     algorithm |= {"steps": STEPS, "momentum": 0.5, "optimizer_state": "keep"}
-    table = {"task": "toy", "seed": 3, "rounds": 3, "algorithm": algorithm}
+    table = {"task": "toy", "seed": 3, "rounds": 3, "algorithm": algorithm, "model": {"local": ["0.bias"]}}
     silo.job = JobConfig.model_validate(table)
     silo.model = initial_model(silo.job, load_task("toy.py", silo.config.folder))
     return silo
@@ -132,6 +142,8 @@ async def test_a_round_that_was_trained_ahead_gives_the_same_bits(
         await order(ahead, 1, 1, "evaluate")
         await order(ahead, 2)
         await log.until("task: round 3 step 3")
+        own = json.loads((ahead.config.state / "jobs" / "job-1" / "order.json").read_text())
+        assert own["order"]["round"] == 2, "the silo's own model is of what it was ordered, and no guess"
         ahead.model = moved(first, 0.5)
         ahead.coordinator.say(instruction=ahead.instruction(2, 1, "evaluate"))
         await ahead.coordinator.until(lambda: _accepted(ahead, 2, "evaluate"))
@@ -154,8 +166,13 @@ def _accepted(silo: Any, round: int, phase: str) -> bool:
     )
 
 
-async def test_a_wrong_guess_and_a_failure_leave_nothing(ahead: Any, log: Any, tmp_path: Path) -> None:
-    """Round 1 is made again: what was trained of round 2 is given up. Then it fails, and is done on order."""
+async def test_a_wrong_guess_and_a_failure_leave_nothing(
+    ahead: Any, log: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round 1 is made again: what was trained of round 2 is given up. Then it fails, and is done on order.
+    While round 3 is trained ahead, a person refuses the job."""
+    monkeypatch.setattr("roundtable.client.worker.worker_trainer._LOOK_SECONDS", 0.02)
+    half = gate(ahead, 3, 2)
     first, plain = ahead.model, Plain(ahead, tmp_path / "plain")
     async with ahead.agent():
         await order(ahead, 1)
@@ -171,10 +188,48 @@ async def test_a_wrong_guess_and_a_failure_leave_nothing(ahead: Any, log: Any, t
         asked.counted.attempt = 2
         ahead.coordinator.say(instruction=asked)
         await ahead.coordinator.until(lambda: ("job-1", 2, 1, "train") in ahead.coordinator.receipts)
+        await log.until("task: round 3 step 2")
+        jobs = KnownJobs(ahead.config.state)
+        jobs.refuse(jobs.find("job-1"), "not here")
+        await log.until("round 3: is not trained ahead any more: the silo does not let the job in")
+        half.write_text("go on")
+        ahead.coordinator.say(instruction=ahead.instruction(2, 1, "evaluate"))
+        assert "not here" in (await ahead.coordinator.hear("failure")).detail
+    assert not any("round 3 step 3" in line for line in log.lines)
     assert sent(ahead, 1) == plain.train(first, 1)
     assert sent(ahead, 1, 2) == plain.train(first, 1, attempt=2)
     assert sent(ahead, 2) == plain.train(moved(first, 0.25), 2, counted=(1, 2))
     assert not any("batches ahead" in line for line in log.lines)
+
+
+async def test_an_end_of_the_process_ahead_costs_no_step(ahead: Any, log: Any, tmp_path: Path) -> None:
+    """It is killed ahead of round 2. Ahead of round 3 there is no memory for an evaluation: that is done
+    without anything ahead, in whole batches, and so is what follows."""
+    first, plain = ahead.model, Plain(ahead, tmp_path / "plain")
+    deadly, half = gate(ahead, 2, 2), gate(ahead, 3, 2)
+    async with ahead.agent():
+        await order(ahead, 1)
+        await log.until("task: round 2 step 2")
+        deadly.write_text("die")
+        deadly.unlink()
+        await order(ahead, 2)
+        await log.until("task: round 3 step 2")
+        (ahead.config.folder / "full").touch()
+        ahead.coordinator.say(instruction=ahead.instruction(2, 1, "evaluate"))
+        await ahead.coordinator.until(lambda: _accepted(ahead, 2, "evaluate"))
+        half.write_text("go on")
+        await ahead.coordinator.hear("evaluated")
+        told = [m.trouble for m in ahead.coordinator.heard if m.HasField("trouble")]
+        await order(ahead, 3)
+    assert [each.action for each in told] == [
+        "evaluates again, and trains no round of the job ahead from now on"
+    ]
+    assert [line for line in log.lines if "ended while it trained" in line] == [
+        "job-1: the training process ended while it trained a round ahead; another one does the step"
+    ]
+    assert sent(ahead, 1) == plain.train(first, 1)
+    assert sent(ahead, 2) == plain.train(first, 2, counted=(1, 1))
+    assert sent(ahead, 3) == plain.train(first, 3, counted=(2, 1))
 
 
 async def test_nothing_is_trained_ahead_where_the_silo_is_drained_or_not_ready(
