@@ -35,7 +35,8 @@ from typing import Any
 _SET_CHILD_SUBREAPER = 36
 _LARGEST = 1 << 20
 _ROOM = 1024
-_PER_TEST = ("PYTEST_CURRENT_TEST",)
+_NOT_READ = ("PYTEST_CURRENT_TEST", "GRPC_SSL_CIPHER_SUITES", "GRPC_VERBOSITY")
+"""Variables that no import of a training process reads; connections of the test's process set the latter."""
 _MAY_DIFFER = ("OMP_NUM_THREADS",)
 """Variables that are read when libraries are loaded: there is a nursery for each value."""
 _USUAL: dict[str, Any] = {
@@ -196,7 +197,7 @@ class _TestNursery:
 
 
 def _lasting(environment: Any) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in _PER_TEST}
+    return {name: value for name, value in environment.items() if name not in _NOT_READ}
 
 
 def _take_orphans(those: bool) -> None:
