@@ -119,7 +119,8 @@ def refusal(name: str, column: str) -> str:
         elif column == HOOKED:
             hook = make_algorithm(job.algorithm).hooked()
             by_itself = f"its {hook} works on each client's module, which trains by itself there"
-            return by_itself if hook in ("while_training", "begins") else ""
+            own = "each client begins with weights of its own, and trains by itself there"
+            return {"while_training": by_itself, "begins": own}.get(hook or "", "")
         else:
             make_plan(job, 8)
     except (ConfigError, PrivacyError) as error:

@@ -61,8 +61,11 @@ def why_not_recorded(world: World) -> str | None:
         for spec in world.layout.tensors:
             if stays(spec) and not is_counter(spec):
                 return f"algorithm {name!r} has a second model, and tensor {spec.name!r} stays at each client"
-    if (hook := world.algorithm.hooked()) in ("while_training", "begins"):
-        return f"algorithm {name!r} works on each client's module by its {hook}, one client at a time"
+    hook = world.algorithm.hooked()
+    if hook == "while_training":
+        return f"algorithm {name!r} works on each client's module by its while_training, one client at a time"
+    if hook == "begins":
+        return f"algorithm {name!r} has each client begin with weights of its own"
     return why_not(world, staying=True)
 
 
