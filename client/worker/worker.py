@@ -83,7 +83,11 @@ def main() -> None:
     faulthandler.enable()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    commands = _Commands(sys.stdin)
+    # A DataLoader's workers close their standard input, and would wait for the thread that reads it here.
+    source = os.fdopen(os.dup(0))
+    sys.stdin = open(os.devnull)  # noqa: SIM115 - for the life of the process
+    os.dup2(sys.stdin.fileno(), 0)
+    commands = _Commands(source)
     begin = commands.take()
     if (most := begin["settings"].get("memory")) is not None:
         threading.Thread(target=_watch_memory, args=(most, answers), daemon=True).start()

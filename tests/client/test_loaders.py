@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
+from training_processes import ask
 
 from roundtable.client.streams.workers import Workers
 from roundtable.client.training.batches import count_examples, ordered_batches, training_batches
@@ -177,3 +178,31 @@ def test_a_workers_traceback_does_not_leave() -> None:
         batches_of(DataLoader(Secret(), num_workers=1))
     assert "Traceback" not in str(caught.value)
     assert "bad row" in str(caught.value.__cause__)
+
+
+LOADED = """
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import torch
+from roundtable.core import Task
+
+class Toy(Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    def data(self, site):
+        generator = torch.Generator().manual_seed(0)
+        rows = TensorDataset(torch.randn(32, 4, generator=generator), torch.arange(32) % 3)
+        return tuple(DataLoader(rows, batch_size=8, num_workers=2) for _ in range(2))
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+async def test_workers_load_in_a_silos_training_process(silo: Any) -> None:
+    """They close their standard input, which the process reads in a thread."""
+    (silo.config.folder / "toy.py").write_text(LOADED)
+    async with silo.agent():
+        assert await ask(silo, 1) is None
+        silo.coordinator.say(instruction=silo.instruction(1, phase="evaluate"))
+        await silo.coordinator.hear("evaluated")
