@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from forked_starts import ForkedStarts
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,19 +75,3 @@ def mnist_path() -> Path:
     if not file.is_file():
         pytest.skip(f"no MNIST at {file}; set ROUNDTABLE_SHARED to the folder that holds data/mnist.npz")
     return file
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forked_training() -> Iterator[ForkedStarts]:
-    """Training processes of agents in this process are forked, not started: most of a start is imports."""
-    starts = ForkedStarts("roundtable.client.worker.worker")
-    with starts.in_place():
-        yield starts
-    starts.close()
-
-
-@pytest.fixture
-def installed_training(forked_training: ForkedStarts) -> Iterator[None]:
-    """Here they are started, as an installed agent starts them."""
-    with forked_training.as_installed():
-        yield

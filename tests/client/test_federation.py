@@ -67,7 +67,6 @@ async def federation(tmp_path: Path) -> AsyncIterator[Federation]:
         yield started
 
 
-@pytest.mark.usefixtures("installed_training")
 async def test_training_processes_give_the_same_model_under_secure_aggregation(
     federation: Federation,
 ) -> None:

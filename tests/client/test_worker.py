@@ -23,7 +23,6 @@ from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.initial_model import initial_model
 from roundtable.core.task import load_task
 
-pytestmark = pytest.mark.usefixtures("installed_training")
 KEY = ("job-1", 1, 1, "train")
 AGENT = """
 import sys
