@@ -164,6 +164,13 @@ async def test_silos_whose_certificate_ends_soon_are_counted(
     async with running(settings(metrics="127.0.0.1:0")) as coordinator, AsyncExitStack() as connected:
         for folder, count in zip(folders, (0, 1, 1, 2), strict=True):
             await connected.enter_async_context(ScriptedAgent(coordinator.port, folder))
+            # A silo is greeted before it is counted.
+            async with asyncio.timeout(60):
+                while (
+                    value(await figures(coordinator.metrics_port), "roundtable_silos_certificate_ending")
+                    < count
+                ):
+                    pass
             found = await figures(coordinator.metrics_port)
             assert value(found, "roundtable_silos_certificate_ending") == count, folder
 
