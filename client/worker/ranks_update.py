@@ -68,7 +68,9 @@ class RanksUpdate:
         """Makes the update of what ranks have left in `order.plain`, from what they began with."""
         order, layout = self._order, self._start.layout
         row = torch.from_numpy(np.fromfile(order.plain, "<f4"))
-        local: Mapping[str, Any] = self._state.load(order.job, (order.round, order.attempt)) or {}
+        # What ranks have kept; what an earlier try at this very step remembered is not gone on from.
+        kept = self._state.load(order.job, (order.round, order.attempt))
+        local: Mapping[str, Any] = without_memory(kept) or {}
         begins = self._algorithm.begins(self._rules.round)
         if begins is not None:
             size = layout.model.size
