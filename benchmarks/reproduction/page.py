@@ -208,6 +208,9 @@ def _panel(axis: Any, group: GroupFile, mine: list[Row]) -> None:
             axis.plot([row.cell.value] * 2, [place - 0.3, place + 0.3], color="0.4")
         spread = row.ours.deviation / math.sqrt(row.ours.seeds)
         axis.errorbar(row.ours.mean, place, xerr=spread, fmt="o", color="C0", markersize=4, capsize=2)
+    # One cell alone is a line, and not all of the panel.
+    spare = 0.75 + max(0, 6 - len(labels)) / 2
+    axis.set_ylim(-spare, len(labels) - 1 + spare)
     axis.set_yticks(range(len(labels)), labels, fontsize="x-small")
     axis.set_title(group.group.title, fontsize="small")
     axis.set_xlabel(group.group.unit)
