@@ -1,17 +1,22 @@
-"""Where a job's checkpoints lie: in the agent's state folder, and copies where `[cluster]` says."""
+"""Where a job's checkpoints lie, and what is said of each: in the agent's state folder, and copies where
+`[cluster]` says.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from torch.distributed.checkpoint.api import CheckpointException
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.core.errors import ConfigError, ResourceError, RoundtableError
@@ -24,6 +29,57 @@ _CHECKPOINT = re.compile(r"round-\d{6,20}-(?:step-\d{8,20}|end)")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Position:
+    """The point in a round that a checkpoint was made at; `model` is the digest of the global model.
+
+    `replicas` that train apart have weights and optimizers of their own in it; 0: there is one of each.
+    `stream` is the place in streamed data, None for others. `packed`: layers that hold several parts are
+    split, and each part is a tensor of its own. `scale` is that of float16's losses: (scale, good, skipped).
+    `unsent`: (reduction, ranks) whose ranks each keep what they have not sent of their gradients. `parted`
+    counts ranks that have buffers of their own, 0 where there is one of each.
+    """
+
+    round: int
+    model: str
+    step: int
+    seen: int
+    loss_sum: float
+    final: bool = False
+    replicas: int = 0
+    stream: dict[str, Any] | None = None
+    packed: bool = False
+    scale: tuple[float, int, int] | None = None
+    unsent: tuple[str, int] | None = None
+    parted: int = 0
+
+    @classmethod
+    def end_of(cls, round: int, model: str, step: int) -> Position:
+        """The end of a round of so many steps."""
+        return cls(round, model, step, seen=0, loss_sum=0.0, final=True)
+
+
+def checked_position(values: Mapping[str, Any]) -> Position:
+    """ValueError or TypeError for values that no checkpoint of ours has: a copy's are another machine's."""
+    position = Position(**values)
+    counts = (position.round, position.step, position.seen, position.replicas)
+    if not all(type(count) is int and 0 <= count < 1 << 63 for count in counts):
+        raise ValueError("a count of the position is none")
+    if not (type(position.parted) is int and 0 <= position.parted < 1 << 20):
+        raise ValueError("the position's number of ranks is none")
+    if not isinstance(position.model, str) or not math.isfinite(position.loss_sum):
+        raise ValueError("the position's model or loss is none")
+    if position.unsent is not None:
+        reduction, ranks = position.unsent
+        if not (isinstance(reduction, str) and type(ranks) is int and 0 < ranks < 1 << 20):
+            raise ValueError("what the position says of gradients is nothing")
+    if position.scale is not None:
+        scale, good, skipped = position.scale
+        if not (0 < scale < math.inf and type(good) is int and type(skipped) is int):
+            raise ValueError("the position's loss scale is none")
+    return position
 
 
 def checkpoint_folder(folder: Path, job: str) -> Path:
@@ -157,3 +213,21 @@ def superseded(
     ends = [name for name in ordered if is_end(name)]
     within = [name for name in ordered if not is_end(name)]
     return [*ends[:-ends_kept], *within[:-keep]]
+
+
+def why_not_written(error: CheckpointException | OSError) -> str:
+    """What the disk said, on whichever rank; empty where something else went wrong."""
+    failures: list[object] = [error]
+    if isinstance(error, CheckpointException):
+        failures = [each[0] for each in error.failures.values()]
+    if not all(isinstance(each, OSError) for each in failures):
+        return ""
+    reasons = (each.strerror for each in failures if isinstance(each, OSError))
+    return next((reason for reason in reasons if reason), "the disk fails")
+
+
+def why_not_read(error: Exception) -> str:
+    """Why a checkpoint that is there cannot be used, in words."""
+    if isinstance(error, OSError):
+        return "a file of it is missing" if isinstance(error, FileNotFoundError) else str(error)
+    return "its description is none" if isinstance(error, KeyError | TypeError) else str(error)

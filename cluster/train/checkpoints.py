@@ -9,11 +9,10 @@ fetched and checked where the folder has no whole one that is as new.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -33,40 +32,21 @@ from roundtable.cluster.stepping.coded_state import read_state
 from roundtable.cluster.stepping.diloco import OuterOptimizer
 from roundtable.cluster.stepping.local_parameters import state_of, whole_of
 from roundtable.cluster.stepping.sharded_optimizer import fill_state
-from roundtable.cluster.train.checkpoint_places import STATE, Mirror, made_empty, superseded
+from roundtable.cluster.train.checkpoint_places import (
+    STATE,
+    Mirror,
+    Position,
+    checked_position,
+    made_empty,
+    superseded,
+    why_not_read,
+    why_not_written,
+)
 from roundtable.cluster.train.replica import Replica
 from roundtable.core.errors import ResourceError
 
 _END = "end"
 _ENDS_KEPT = 2
-
-
-@dataclass(frozen=True)
-class Position:
-    """The point in a round that a checkpoint was made at; `model` is the digest of the global model.
-
-    `replicas` that train apart have weights and optimizers of their own in it; 0: there is one of each.
-    `stream` is the place in streamed data, None for others. `packed`: layers that hold several parts are
-    split, and each part is a tensor of its own. `scale` is that of float16's losses: (scale, good, skipped).
-    `unsent`: (reduction, ranks) whose ranks each keep what they have not sent of their gradients.
-    """
-
-    round: int
-    model: str
-    step: int
-    seen: int
-    loss_sum: float
-    final: bool = False
-    replicas: int = 0
-    stream: dict[str, Any] | None = None
-    packed: bool = False
-    scale: tuple[float, int, int] | None = None
-    unsent: tuple[str, int] | None = None
-
-    @classmethod
-    def end_of(cls, round: int, model: str, step: int) -> Position:
-        """The end of a round of so many steps."""
-        return cls(round, model, step, seen=0, loss_sum=0.0, final=True)
 
 
 class Checkpoints:
@@ -123,8 +103,10 @@ class Checkpoints:
         if outer is not None:
             own = _own(replica.meshes.place("dp"))
             position = replace(position, replicas=replica.strategy.mesh.dp)
-        position = replace(position, packed=replica.packed)
+        position = replace(position, packed=replica.packed, parted=replica.parted)
         state = {**dict(training_state(replica, optimizer, own)), **dict(_outer_state(replica, outer))}
+        if replica.parted:
+            state = {**_without(state, replica, own), **_buffers(replica, replica.meshes.data_rank)}
         if replica.hook is not None:
             position = replace(position, unsent=(replica.strategy.reduction, replica.hook.size))
             state.update((f"unsent/{name}", each) for name, each in replica.hook.state(replica.hook.place))
@@ -151,7 +133,7 @@ class Checkpoints:
             if sealing is not None:
                 sealing.result()
         except (CheckpointException, OSError) as error:
-            reason = _why_not_written(error)
+            reason = why_not_written(error)
             if not reason:
                 raise
             self._not_written(reason)
@@ -252,6 +234,8 @@ class Checkpoints:
         place = replica.meshes.place("dp") if replica.strategy.local_steps else 0
         own = _own(place % replicas) if replicas else ""
         tensors = dict(training_state(replica, optimizer, own))
+        if position.parted:
+            tensors = _without(tensors, replica, own)
         if replicas:
             tensors.update(_outer_state(replica, outer))
         learnt = (f"{own}model/", "outer/anchor/")
@@ -259,6 +243,8 @@ class Checkpoints:
         reader = HuggingFaceStorageReader(str(path))
         load(state, storage_reader=reader, process_group=self._group)
         self._load_unsent(path, replica, position)
+        if weights:
+            self._load_parted(path, replica, position.parted)
         if outer is not None and weights and not replicas:
             outer.depart()
 
@@ -282,6 +268,24 @@ class Checkpoints:
         for tensor, total in zip(own, sums, strict=True):
             tensor.copy_(total / len(places))
 
+    @torch.no_grad()
+    def _load_parted(self, path: Path, replica: Replica, ranks: int) -> None:
+        """Loads the buffers that each of so many ranks had: a rank's own, or where others train the mean.
+
+        Of what has no mean, counts, those of the first.
+        """
+        own = replica.parted == ranks
+        sums: dict[str, Tensor] = {}
+        for place in [replica.meshes.data_rank] if own and ranks else reversed(range(ranks)):
+            state = _buffers(replica, place)
+            load(state, storage_reader=HuggingFaceStorageReader(str(path)), process_group=self._group)
+            for name, tensor in replica.buffers():
+                if tensor.is_floating_point() and not own:
+                    sums[name] = sums.get(name, torch.zeros_like(tensor)) + tensor / ranks
+        for name, tensor in replica.buffers():
+            if name in sums:
+                tensor.copy_(sums[name])
+
     def _whole(self, wanted: Callable[[Position], bool]) -> Iterator[tuple[Path, Position]]:
         """Yields the wanted checkpoints whose files have their digests, newest first, from any place."""
         found: list[tuple[str, Mirror | None]] = [
@@ -298,7 +302,7 @@ class Checkpoints:
             try:
                 document = json.loads((folder / STATE).read_text()) if place is None else place.describe(name)
                 files: Mapping[str, str] = document["files"]
-                position = _position(document["position"])
+                position = checked_position(document["position"])
                 if not wanted(position):
                     continue
                 if place is not None:
@@ -310,26 +314,7 @@ class Checkpoints:
                     self._say(f"checkpoint {name} in the agent's state folder is damaged, and is not used")
             except (OSError, ValueError, KeyError, TypeError, ResourceError) as error:
                 where = "in the agent's state folder" if place is None else f"at {place.address}"
-                self._say(f"checkpoint {name} {where} is not used: {_why_not_read(error)}")
-
-
-def _position(values: Mapping[str, Any]) -> Position:
-    """ValueError or TypeError for values that no checkpoint of ours has: a copy's are another machine's."""
-    position = Position(**values)
-    counts = (position.round, position.step, position.seen, position.replicas)
-    if not all(type(count) is int and 0 <= count < 1 << 63 for count in counts):
-        raise ValueError("a count of the position is none")
-    if not isinstance(position.model, str) or not math.isfinite(position.loss_sum):
-        raise ValueError("the position's model or loss is none")
-    if position.unsent is not None:
-        reduction, ranks = position.unsent
-        if not (isinstance(reduction, str) and type(ranks) is int and 0 < ranks < 1 << 20):
-            raise ValueError("what the position says of gradients is nothing")
-    if position.scale is not None:
-        scale, good, skipped = position.scale
-        if not (0 < scale < math.inf and type(good) is int and type(skipped) is int):
-            raise ValueError("the position's loss scale is none")
-    return position
+                self._say(f"checkpoint {name} {where} is not used: {why_not_read(error)}")
 
 
 def _own(place: int) -> str:
@@ -342,6 +327,16 @@ def _outer_state(replica: Replica, outer: OuterOptimizer | None) -> Iterator[tup
         trained = [plain_name(names[id(parameter)]) for parameter in replica.parameters()]
         for name, tensor in outer.state(trained):
             yield f"outer/{name}", tensor
+
+
+def _buffers(replica: Replica, place: int) -> dict[str, Tensor]:
+    """Those of the rank at this place among all that have other examples, under names of its own."""
+    return {f"rank-{place}/model/{name}": tensor for name, tensor in replica.buffers()}
+
+
+def _without(state: Mapping[str, Tensor], replica: Replica, own: str) -> dict[str, Tensor]:
+    theirs = {f"{own}model/{name}" for name, _ in replica.buffers()}
+    return {name: tensor for name, tensor in state.items() if name not in theirs}
 
 
 def training_state(
@@ -358,23 +353,6 @@ def training_state(
             if isinstance(value := read_state(held), Tensor):
                 name = plain_name(names[id(whole_of(parameter))])
                 yield f"{own}optimizer/{name}/{key}", state_of(parameter, value)
-
-
-def _why_not_written(error: CheckpointException | OSError) -> str:
-    """What the disk said, on whichever rank; empty where something else went wrong."""
-    failures: list[object] = [error]
-    if isinstance(error, CheckpointException):
-        failures = [each[0] for each in error.failures.values()]
-    if not all(isinstance(each, OSError) for each in failures):
-        return ""
-    reasons = (each.strerror for each in failures if isinstance(each, OSError))
-    return next((reason for reason in reasons if reason), "the disk fails")
-
-
-def _why_not_read(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return "a file of it is missing" if isinstance(error, FileNotFoundError) else str(error)
-    return "its description is none" if isinstance(error, KeyError | TypeError) else str(error)
 
 
 def _seal(folder: Path, position: Position) -> None:

@@ -35,8 +35,8 @@ from roundtable.cluster.plan.replica_composition import check_replicas
 from roundtable.cluster.stepping.compile_trial import TrialMemory
 from roundtable.cluster.stepping.loss_scaling import NAME as SCALE
 from roundtable.cluster.stepping.loss_scaling import LossScale
-from roundtable.cluster.train.checkpoint_places import Mirror, checkpoint_folder, mirrors
-from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.checkpoint_places import Mirror, Position, checkpoint_folder, mirrors
+from roundtable.cluster.train.checkpoints import Checkpoints
 from roundtable.cluster.train.fellow_replicas import FellowReplicas
 from roundtable.cluster.train.frozen_weights import frozen_weights
 from roundtable.cluster.train.group_plan import Group, LoadedCode, plan_together

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import time
+import traceback
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -47,6 +48,8 @@ STORE = "ROUNDTABLE_STORE"
 """The variable that holds the descriptor at which a group's first rank listens for the others."""
 _AGENT_SECONDS = 300.0
 _IDLE = timedelta(days=30)
+# Whose code talks to other ranks; this module itself is the main one where a scheduler starts it.
+_GROUPS = ("torch", "roundtable", "__main__")
 _PEERS = re.compile(
     r"[Cc]onnection (closed|reset|refused|was)|[Tt]imed out|[Gg]loo|NCCL|nccl|ProcessGroup|TCPStore|"
     r"Broken pipe"
@@ -275,13 +278,22 @@ def explained(error: Exception) -> Exception:
         return error
     fault = device_fault(str(error))
     # The store and the network speak in sentences of many libraries; no task raises their classes.
-    apart = isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) or _PEERS.search(str(error))
+    apart = isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) or (
+        _PEERS.search(str(error)) and not _of_others(error)
+    )
     if (fault is None or fault.kind == "node_failure") and apart:
         first = str(error).splitlines()[0][:200]
         lost = WorkFailed("node_failure", f"a rank lost contact with the others: {first}")
         lost.__cause__ = error
         return lost
     return error
+
+
+def _of_others(error: Exception) -> bool:
+    """Whether a task or one of its libraries raised it: their connections are to data, and not to ranks."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__")) if frames else __name__
+    return module.startswith("torch.utils.data") or module.partition(".")[0] not in _GROUPS
 
 
 if __name__ == "__main__":

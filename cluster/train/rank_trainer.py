@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roundtable.client.batch_tensors import moved
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.streams.readers import lanes_of
 from roundtable.client.streams.shares import largest_share
@@ -314,7 +315,6 @@ class RankTrainer:
         """Evaluates on the test data: named (sum, count), "loss" among them, the same on every rank.
 
         `beat` is called with each batch, so that somebody knows that it goes on; it may raise on all ranks.
-
         Ranks with different examples share the batches out. Shards are gathered together, so that all run
         equally many: who has none left runs another's again, and does not count it.
         """
@@ -322,15 +322,16 @@ class RankTrainer:
         counts = Counts(self.task)
         self.replica.train(False)
         ranks, rank = self.strategy.mesh.data, self.meshes.data_rank
-        batches = iter(ordered_batches(data, batch_size, self.device))
+        batches = ordered_batches(data, batch_size)
         with torch.no_grad(), isolated_randomness(derive_seed(0, "evaluation"), self.device):
             while turn := list(islice(batches, ranks)):
                 beat()
                 batch = turn[min(rank, len(turn) - 1)]
-                model = self.replica.model_for(batch.data)
+                here = moved(batch.data, self.device)
+                model = self.replica.model_for(here)
                 if model is None:
                     continue
-                found = self._measure(model, batch.data, batch.size)
+                found = self._measure(model, here, batch.size)
                 if rank < len(turn) and not self.meshes.place("tp"):
                     counts.add(found, batch.size)
                     add(sums, found)

@@ -146,6 +146,18 @@ class Replica:
         """Parameters and saved buffers of this rank by their names in the whole model."""
         return named_tensors(self.parts)
 
+    @property
+    def parted(self) -> int:
+        """How many ranks have buffers of their own within a round, statistics of their examples; 0: it is the
+        same everywhere, or in each replica.
+        """
+        ranks = self.strategy.mesh.data
+        return ranks if self.strategy.batch_norm == "local" and ranks > 1 else 0
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Its saved buffers alone, likewise."""
+        return ((name, each) for name, each in self.tensors() if not isinstance(each, nn.Parameter))
+
     def parameters(self) -> list[nn.Parameter]:
         """This rank's trainable parameters."""
         return [p for part in self.parts for p in part.parameters() if p.requires_grad]

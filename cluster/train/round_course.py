@@ -61,10 +61,11 @@ class RoundCourse:
             self.done.skipped += 1
             return False
         self.refuse(step, found)
-        if self.scale is not None:
-            self.scale.taken()
         if self.save and self.times and self.before and self.times.before(found.loss, found.norm):
             self.save(step - 1)
+        if self.scale is not None:
+            # What was saved takes this step once more, and counts it then.
+            self.scale.taken()
         return True
 
     def refuse(self, step: int, found: AgreedFigures) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cluster_cases import Case, run_cases
+from cluster_going_on import go_on, twice
 from cluster_masks import outcomes
 from cluster_models import Language, Normed, Transformer
 from cluster_plans import case, plan
@@ -86,6 +88,24 @@ def test_statistics_of_each_rank_are_counted_once_too() -> None:
         assert first[kind] == first["none"], kind
     mean = "blocks.0.scale.running_mean"
     assert first["none"][1][mean] != pytest.approx(first["whole"][1][mean], rel=1e-3)
+
+
+def test_a_round_goes_on_with_the_statistics_that_each_rank_had(tmp_path: Path) -> None:
+    own = {"batch_norm": "local"}
+    cases = [
+        small("zero3", plan("zero3", 2, fsdp=2, **own)),
+        small("apart", plan("ddp", 2, dp=2, local_steps=3, **own)),
+        replace(small("ended", plan("ddp", 2, dp=2, **own)), algorithm={**SHORT, "batch_size": 8}),
+    ]
+    for found in run_ranks(twice, 2, cases, tmp_path):
+        for name, (whole, parts) in found.items():
+            assert whole.keys() == parts.keys()
+            for buffer, values in whole.items():
+                assert torch.equal(values, parts[buffer]), (name, buffer)
+    # With no step left one rank has the mean of what two had.
+    one = replace(cases[-1], strategy=plan("none", 8, **own))
+    for buffer, values in run_ranks(go_on, 1, one, tmp_path / "ended")[0].items():
+        assert torch.allclose(values, found["ended"][0][buffer], rtol=0.0, atol=1e-12), buffer
 
 
 class OwnKind(nn.BatchNorm1d):

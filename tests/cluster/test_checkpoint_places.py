@@ -12,8 +12,8 @@ from ranks import run_ranks
 from s3 import s3_bucket
 
 from roundtable.client.policy.cluster_table import ClusterTable
-from roundtable.cluster.train.checkpoint_places import Mirror, mirrors
-from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.checkpoint_places import Mirror, Position, mirrors
+from roundtable.cluster.train.checkpoints import Checkpoints
 from roundtable.core.errors import ConfigError, ResourceError
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from threading import Event
+
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from roundtable.client.failures import WorkFailed
 from roundtable.cluster.train.rank import explained
@@ -36,3 +39,24 @@ def test_a_rank_that_is_cut_off_lost_its_node(error: Exception) -> None:
 )
 def test_what_the_task_or_the_device_did_stays_what_it_is(error: Exception) -> None:
     assert explained(error) is error
+
+
+@pytest.mark.parametrize("said", ["Connection refused by archive.example:5432", "the read timed out"])
+def test_a_tasks_own_connections_are_not_those_of_ranks(said: str) -> None:
+    def reads() -> None:
+        raise RuntimeError(said)
+
+    with pytest.raises(RuntimeError) as raised:
+        reads()
+    assert explained(raised.value) is raised.value
+
+
+def never(examples: object) -> object:
+    return Event().wait()
+
+
+def test_data_that_come_late_are_no_lost_rank() -> None:
+    late = DataLoader(range(4), num_workers=1, timeout=0.01, collate_fn=never)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="timed out") as raised:
+        next(iter(late))
+    assert explained(raised.value) is raised.value

@@ -22,6 +22,7 @@ from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.stepping.agreed_step import AgreedFigures
 from roundtable.cluster.stepping.loss_scaling import GROWS_AFTER, NAME, LossScale
+from roundtable.cluster.train.loss_guard import CheckpointTimes
 from roundtable.cluster.train.round_course import RoundCourse, StepTimes
 from roundtable.cluster.train.round_reports import RoundProgress, round_metrics
 from roundtable.core import JobConfig
@@ -122,6 +123,21 @@ def test_means_of_a_round_that_went_on_from_a_checkpoint_are_of_its_own_steps(
     told = round_metrics(Task(), done, private=False)
     assert told == {"loss": (72.0, 120), "gradient_norm": (6.0, 2), "examples_per_second": (16.0, 1)}
     assert done.skipped == 4
+
+
+def test_a_checkpoint_before_a_step_has_the_scale_that_the_step_began_with() -> None:
+    scale, kept = LossScale(1024.0, GROWS_AFTER - 1), []
+    times = CheckpointTimes(ClusterTable.model_validate({"checkpoint_steps": 50}))
+    course = RoundCourse(
+        1,
+        *(8, RoundProgress(), lambda report: None, lambda report: report),
+        save=lambda step: kept.append((step, scale.scale, scale.good)),
+        times=times,
+        scale=scale,
+    )
+    assert course.allows(3, AgreedFigures(1.0, 101.0, (1.0,), stop=False, due=False))
+    assert kept == [(2, 1024.0, GROWS_AFTER - 1)]
+    assert (scale.scale, scale.good) == (2048.0, 0)
 
 
 def test_a_step_may_be_looked_at_while_the_next_one_runs() -> None:

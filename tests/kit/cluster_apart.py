@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import local_of, region_of
-from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.checkpoint_places import Position
+from roundtable.cluster.train.checkpoints import Checkpoints
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import RoundProgress, StepReport
 from roundtable.core import JobConfig, Layout

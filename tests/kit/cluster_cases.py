@@ -32,8 +32,8 @@ from roundtable.cluster.plan.links import Links, known_links
 from roundtable.cluster.plan.model_probe import example_batch
 from roundtable.cluster.stepping.rank_shares import ForwardClock
 from roundtable.cluster.train import checkpoints as saving
-from roundtable.cluster.train.checkpoint_places import Mirror
-from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.checkpoint_places import Mirror, Position
+from roundtable.cluster.train.checkpoints import Checkpoints
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import RoundProgress, StepReport
 from roundtable.core import JobConfig, Layout, open_model

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.stepping.coded_state import CodedTensor
-from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.checkpoint_places import Position
+from roundtable.cluster.train.checkpoints import Checkpoints
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import RoundProgress, StepReport
 from roundtable.core import Layout

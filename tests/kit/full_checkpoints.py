@@ -17,8 +17,8 @@ from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import prepare_update, write_deltas
-from roundtable.cluster.train.checkpoint_places import STATE
-from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.checkpoint_places import STATE, Position
+from roundtable.cluster.train.checkpoints import Checkpoints
 from roundtable.cluster.train.local_state import save_local
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.core import Layout

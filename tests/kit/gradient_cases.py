@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.stepping.encoded_gradients import EncodedGradients
 from roundtable.cluster.stepping.factored_gradients import FactoredGradients
-from roundtable.cluster.train.checkpoints import Checkpoints, Position
+from roundtable.cluster.train.checkpoint_places import Position
+from roundtable.cluster.train.checkpoints import Checkpoints
 from roundtable.cluster.train.rank_trainer import RankTrainer
 from roundtable.cluster.train.round_reports import RoundProgress, StepReport
 from roundtable.core.encodings.assembly import get_encoding
