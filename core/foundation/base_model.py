@@ -31,6 +31,7 @@ from roundtable.core.foundation.classifier_head import (
 )
 from roundtable.core.foundation.four_bits import PRECISION as FOUR_BITS
 from roundtable.core.foundation.four_bits import check_four_bits, four_bits, pin_scales
+from roundtable.core.foundation.text_pairs import read_otherwise, takes_segments
 from roundtable.core.machine.process_facts import group_memory, physical_memory
 
 BASES = "ROUNDTABLE_BASES"
@@ -101,7 +102,7 @@ class BaseModel:
                 "quantization_config of config.json): take the base that they were made of, with "
                 f'precision = "{FOUR_BITS}" where it is to be in 4 bits'
             )
-        if (self.head is None or self.head.inputs == "text") and config.get_text_config() is not config:
+        if (self.head is None or self.head.inputs != "images") and config.get_text_config() is not config:
             raise TaskError(
                 f"base {self.name!r}: a {config.model_type} takes more than text: take the model of text "
                 "alone, saved by itself"
@@ -142,6 +143,12 @@ class BaseModel:
         return found
 
     @cached_property
+    def segments(self) -> bool:
+        """Whether the two texts of a row under a head are told apart by numbers that its model looks up."""
+        kinds = library("transformers").MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        return takes_segments(self.tokenizer, self.config, kinds[type(self.config)])
+
+    @cached_property
     def image_processor(self) -> Any:
         """What makes an image the tensor that the model takes, by Pillow alone. TaskError where it has none,
         ConfigError with the extra where Pillow is missing."""
@@ -167,6 +174,8 @@ class BaseModel:
         images = self.head is not None and self.head.inputs == "images"
         reader = self.image_processor if images else self.tokenizer
         reader.name_or_path = ""
+        if self.head is not None and not images:  # As rows were filled up in training.
+            reader.padding_side = "right"
         reader.save_pretrained(folder)
 
     def check_length(self, length: int, positions: int) -> None:
@@ -307,7 +316,8 @@ class BaseModel:
         read = self._processor_digest() if images else self._tokenizer_digests()
         pinned = {**read, "model_config": _digest(told), "transformers": version}
         if head is not None:
-            pinned["labels"] = _digest(head.labels)
+            one = head.problem_type == "single_label_classification"
+            pinned["labels"] = _digest(head.labels if one else [head.labels, head.problem_type])
         return {f"{name}_{value}": torch.ones(1) for name, value in pinned.items()}
 
     def _tokenizer_digests(self) -> dict[str, str]:
@@ -318,6 +328,8 @@ class BaseModel:
         # What tokenizer_config.json makes of that file: beginnings and ends, tokens that are added.
         sample = " ".join([_SAMPLE, *(value for _, value in sorted(special.items()))])
         made = [tokenizer(sample)["input_ids"], tokenizer.get_added_vocab()]
+        if self.head is not None:
+            made += read_otherwise(tokenizer, sample, self.head.inputs == "pairs")
         return {
             "tokenizer": _digest([_without(tokens, _OF_CALLS), made]),
             "special_tokens": _digest(special),

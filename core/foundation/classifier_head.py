@@ -17,30 +17,33 @@ from torch import Tensor, nn
 from roundtable.core.errors import TaskError
 from roundtable.core.seeds import derive_seed
 
-Inputs = Literal["text", "images"]
+Inputs = Literal["text", "pairs", "images"]
+ProblemType = Literal["single_label_classification", "regression"]
+"""As config.json of transformers' models has it."""
 _POOLER = "pooler"
-_AUTO = {"text": "AutoModelForSequenceClassification", "images": "AutoModelForImageClassification"}
-_ARCHITECTURE = {"text": "ForSequenceClassification", "images": "ForImageClassification"}
+_KIND = {"text": "ForSequenceClassification", "pairs": "ForSequenceClassification"}
+_KIND["images"] = "ForImageClassification"
 
 
 @dataclass(frozen=True)
 class ClassifierHead:
-    """Which labels the head tells apart, in their order, and of what."""
+    """Which labels the head tells apart, in their order, and of what; for a regression what the number is."""
 
     labels: tuple[str, ...]
     inputs: Inputs
     fresh: bool = False
     """Drawn, whatever head the base has."""
+    problem_type: ProblemType = "single_label_classification"
 
     @property
     def auto(self) -> str:
         """The class of transformers that puts such a head over a base."""
-        return _AUTO[self.inputs]
+        return f"AutoModel{_KIND[self.inputs]}"
 
     def is_in(self, config: Any) -> bool:
         """Whether the base of this configuration has such a head already, which is to stay."""
         return not self.fresh and any(
-            name.endswith(_ARCHITECTURE[self.inputs]) for name in config.architectures or ()
+            name.endswith(_KIND[self.inputs]) for name in config.architectures or ()
         )
 
     def configured(self, config: Any) -> Any:
@@ -48,7 +51,7 @@ class ClassifierHead:
         made = copy.deepcopy(config)
         made.id2label = dict(enumerate(self.labels))
         made.label2id = {label: number for number, label in enumerate(self.labels)}
-        made.problem_type = "single_label_classification"
+        made.problem_type = self.problem_type
         return made
 
     def check_labels(self, config: Any) -> None:

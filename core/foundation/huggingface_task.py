@@ -25,7 +25,7 @@ from roundtable.core.foundation.preferences import (
     rewards,
 )
 from roundtable.core.foundation.prefix import check_prefix
-from roundtable.core.foundation.pretrained_task import AnyPrecision, PretrainedTask, check_choices
+from roundtable.core.foundation.pretrained_task import AnyPrecision, PretrainedTask, check_choices, numbered
 from roundtable.core.foundation.row_check import check_rows
 from roundtable.core.foundation.text_files import Text, read_texts
 from roundtable.core.foundation.token_rows import (
@@ -212,7 +212,7 @@ class HuggingFaceTask(PretrainedTask):
         In a simulation the job's partition shares them out, by the key "label" of an object where it has one.
         Override it for data that lie elsewhere.
         """
-        return self._shared_out(site, read_texts, _label_of)
+        return self._shared_out(site, read_texts, lambda texts: numbered([_label_of(text) for text in texts]))
 
     @override
     def data(self, site: Site) -> tuple[Dataset, Dataset]:

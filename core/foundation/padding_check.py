@@ -45,7 +45,7 @@ def check_padding(model: Any, length: int, filler: int) -> None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TaskError(
             f"a {model.config.model_type} does not take rows of tokens with a mask of what fills them up "
-            f"({type(error).__name__}: {error}); take another base"
+            f"({type(error).__name__}: {error}); {_remedy(model, filler)}"
         ) from error
     finally:
         model.train(training)
@@ -55,9 +55,17 @@ def check_padding(model: Any, length: int, filler: int) -> None:
     if not bool(((both - wanted).abs() <= bound).all()):
         raise TaskError(
             f"a {model.config.model_type} of this config.json gives a row other logits where it is filled up "
-            "at its end, or beside a longer row: what it says of a text would follow from its batch; take "
-            "another base"
+            "at its end, or beside a longer row: what it says of a text would follow from its batch; "
+            f"{_remedy(model, filler)}"
         )
+
+
+def _remedy(model: Any, filler: int) -> str:
+    """A model of the last token finds it by the token that fills rows up, which config.json names as well."""
+    named = getattr(model.config, "pad_token_id", filler)
+    if named == filler:
+        return "take another base"
+    return f"set pad_token_id in config.json, {named} now, to {filler}, the tokenizer's pad_token"
 
 
 def check_images(model: Any, pixels: Tensor) -> None:

@@ -38,9 +38,6 @@ class PretrainedTask(Task):
     `betas` and `weight_decay` are AdamW's (Loshchilov and Hutter 2019, algorithm 2).
     """
 
-    takes: tuple[str, ...] = ("input_ids",)
-    """What its model takes, as transformers names it."""
-
     def __init__(
         self,
         base: str,
@@ -99,6 +96,11 @@ class PretrainedTask(Task):
         """What is frozen and neither in the base's files nor drawn by the job's seed, by its names."""
         return {f"{PINNED}.{name}": value for name, value in self.pretrained_base.pins().items()}
 
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What its model takes, as transformers names it."""
+        return ("input_ids",)
+
     def opened_by(self, base: str) -> str:
         """The expression of Python by which others load the base of this name, for an adapter over it."""
         return f'{self.pretrained_base.auto}.from_pretrained("{base}")'
@@ -148,20 +150,21 @@ class PretrainedTask(Task):
         return model  # type: ignore[no-any-return]
 
     def _shared_out(
-        self, site: Site, read: Callable[[Path], Sequence[Row]], label: Callable[[Row], str]
+        self,
+        site: Site,
+        read: Callable[[Path], Sequence[Row]],
+        parts: Callable[[Sequence[Row]], Sequence[int]],
     ) -> tuple[Sequence[Row], Sequence[Row]]:
         """(training, test) rows of a site, of the files that `site.options` names: `file`, and `test_file`
-        where the test data are others. In a simulation the job's partition shares them out by their
-        labels."""
+        where the test data are others. In a simulation the job's partition shares them out by what `parts`
+        makes of them: numbers from 0."""
         if not isinstance(site.options.get("file"), str):
             raise TaskError(
                 'no data: name a .txt, .jsonl or .parquet file, as file = "…" in the silo\'s [data] table, '
                 "or in [simulation.data] of the job"
             )
         found = read(Path(site.options["file"]).expanduser())
-        labels = [label(row) for row in found]
-        numbers = {each: number for number, each in enumerate(sorted(set(labels)))}
-        own = [found[row] for row in site.shard([numbers[each] for each in labels])]
+        own = [found[row] for row in site.shard(parts(found))]
         if isinstance(site.options.get("test_file"), str):
             return own, read(Path(site.options["test_file"]).expanduser())
         kept = round(len(own) * self.test_share)
@@ -186,6 +189,12 @@ def _check_statistics(model: nn.Module) -> None:
                 f"this base's {name!r} is a {type(module).__name__}, whose averages move in training, and no "
                 'adapter\'s file holds them: set method = "full", or take a base without, such as a ViT'
             )
+
+
+def numbered(labels: Sequence[str]) -> list[int]:
+    """Each label's place among those there are."""
+    numbers = {each: number for number, each in enumerate(sorted(set(labels)))}
+    return [numbers[each] for each in labels]
 
 
 def check_choices(choices: Mapping[str, tuple[Any, Any]]) -> None:

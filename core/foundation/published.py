@@ -24,7 +24,7 @@ from roundtable.core.foreign_text import json_text, markdown_text, printable
 from roundtable.core.foundation.adapters import ORIGINAL, adapted, plain_name
 from roundtable.core.foundation.base_model import find_base, library
 from roundtable.core.foundation.checkpoint_files import name_digests
-from roundtable.core.foundation.classifier_head import ClassifierHead, Inputs
+from roundtable.core.foundation.classifier_head import ClassifierHead, Inputs, ProblemType
 from roundtable.core.foundation.labelled_rows import check_labels
 from roundtable.core.foundation.logits_program import check_onnx, write_program
 from roundtable.core.foundation.model_difference import model_difference, pins_difference
@@ -263,10 +263,14 @@ def _head_of(notes: Mapping[str, str], config: Any, folder: Path) -> ClassifierH
             raise ValueError("it does not say which labels, as one that was exported here does")
         if told is None:
             return None
-        labels, inputs, fresh = check_labels(told["labels"]), told["inputs"], told["fresh"]
-        if inputs not in get_args(Inputs) or not isinstance(fresh, bool):
-            raise ValueError(f"inputs {str(inputs)[:40]!r}, fresh {str(fresh)[:40]!r}")
-        return ClassifierHead(labels, inputs, fresh)
+        inputs, fresh, problem = told["inputs"], told["fresh"], told["problem_type"]
+        if (
+            inputs not in get_args(Inputs)
+            or problem not in get_args(ProblemType)
+            or fresh not in (True, False)
+        ):
+            raise ValueError(f"inputs {str(inputs)[:40]!r}, {str(problem)[:40]!r}, fresh {str(fresh)[:40]!r}")
+        return ClassifierHead(check_labels(told["labels"], problem), inputs, fresh, problem)
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise EncodingError(f"{folder}: the adapter of a classifier cannot be used: {error}") from error
 

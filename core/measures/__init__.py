@@ -5,9 +5,19 @@ from roundtable.core.measures.measured import (
     calibration,
     concordance,
     confusion,
+    correlation,
     perplexity,
     quantiles,
     regression,
 )
 
-__all__ = ["auroc", "calibration", "concordance", "confusion", "perplexity", "quantiles", "regression"]
+__all__ = [
+    "auroc",
+    "calibration",
+    "concordance",
+    "confusion",
+    "correlation",
+    "perplexity",
+    "quantiles",
+    "regression",
+]

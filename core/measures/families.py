@@ -161,6 +161,18 @@ def _regression(family: Family, cells: Cells, count: int) -> Figures:
     }
 
 
+def _correlation(family: Family, cells: Cells, count: int) -> Figures:
+    """Pearson's; not defined where either does not vary."""
+    if not count:
+        return {"pearson": None}
+    spreads = [cells[one * 2] - cells[one] ** 2 / count for one in "xy"]
+    shared = cells["xy"] - cells["x"] * cells["y"] / count
+    # What is left of equal values is the rounding of their squares.
+    varies = all(spread > 1e-12 * cells[one * 2] for spread, one in zip(spreads, "xy", strict=True))
+    found = shared / math.sqrt(spreads[0] * spreads[1]) if varies else None
+    return {"pearson": None if found is None else max(-1.0, min(1.0, found))}
+
+
 def _concordance(family: Family, cells: Cells, count: int) -> Figures:
     """Harrell's C over the pairs of one batch."""
     return {"c_index": _over(cells["concordant"], cells["comparable"])}
@@ -203,6 +215,7 @@ KINDS: Mapping[str, _Kind] = {
     "ranking": _Kind(_numbered("pos", "neg"), _ranking),
     "calibration": _Kind(_numbered("n", "said", "right"), _calibration),
     "regression": _Kind(lambda size: ["e", "ee", "y", "yy"], _regression),
+    "correlation": _Kind(lambda size: ["x", "y", "xx", "yy", "xy"], _correlation),
     "concordance": _Kind(lambda size: ["concordant", "comparable"], _concordance),
     "quantiles": _Kind(lambda size: [str(i) for i in range(size)], _quantiles),
     "perplexity": _Kind(lambda size: ["nats"], _perplexity),

@@ -77,6 +77,18 @@ def regression(name: str, predicted: Tensor, target: Tensor) -> State:
     return _state(family, {cell: float(total) for cell, total in sums.items()}, len(truth))
 
 
+def correlation(name: str, predicted: Tensor, target: Tensor) -> State:
+    """Gives NAME_pearson, of both [n] over all silos; values far from 0 lose digits.
+
+    Not Spearman's: ranks are among all values, and no silo knows the others'.
+    """
+    family = _family(name, "correlation", 1)
+    guess, truth = _row(name, predicted), _row(name, target)
+    _same(name, guess, truth)
+    sums = {"x": guess, "y": truth, "xx": guess * guess, "yy": truth * truth, "xy": guess * truth}
+    return _state(family, {cell: float(values.sum()) for cell, values in sums.items()}, len(truth))
+
+
 def concordance(name: str, risk: Tensor, time: Tensor, event: Tensor) -> State:
     """Gives NAME_c_index: Harrell's C over the pairs within each batch, ties of risk counting half.
 

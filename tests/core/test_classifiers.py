@@ -181,10 +181,16 @@ def test_labels_are_the_jobs_and_a_row_with_another_is_named(
     assert labels.tolist() == [1, 0, 1]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"note": "d", "who": "Smith"}, "line 4: its label is none of the job's, 0, 1"),
-        ({"note": "d", "who": True}, "'who' is wanted, a text or a whole number"),
-        ({"note": "d"}, "line 4: 'who' is wanted"),
-        ({"note": " ", "who": 1}, "line 4: 'note' is wanted, and not empty"),
-        ({"who": 1}, "'note' is wanted"),
+        ({"note": "d", "who": True}, "line 4: its label is none of the job's"),
+        (
+            {"note": "d", "who": 1.0},
+            "line 4: 'who' is wanted, .* it holds a number with a decimal point: pandas",
+        ),
+        ({"note": "d", "who": ["0", "1"]}, "it holds a list; a row has one label here, not several"),
+        ({"note": "d", "who": None}, "line 4: 'who' is wanted, .* it has none, or an empty one"),
+        ({"note": " ", "who": 1}, "line 4: 'note' is wanted, a text, not empty; it holds a text"),
+        ({"note": 7, "who": 1}, "line 4: 'note' is wanted, a text, not empty; it holds a whole number"),
+        ({"who": 1}, "'note' is wanted, .* has another name at this silo, say it beside the file: text ="),
     ]
     for row, said in cases:
         written(file, [*rows, row])

@@ -121,7 +121,7 @@ def test_images_that_would_lose_something_are_refused_without_their_names(
         assert why in caplog.text
         assert ".png" not in str(caught.value)
     (tmp_path / "0.png").unlink()
-    with pytest.raises(TaskError, match="line 1: 'image' is wanted, and not empty, of an image a file"):
+    with pytest.raises(TaskError, match="line 1: 'image' is wanted, an image's file that is there"):
         task_of(base).data(Site("a", options={"file": str(file)}))
 
 
@@ -193,7 +193,7 @@ def test_what_comes_out_opens_elsewhere(base: Path, fresh: bool, tmp_path: Path)
 def test_settings_and_processors_that_do_not_fit_are_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave length out"):
         task_of(base, length=64)
-    with pytest.raises(ConfigError, match="choose one of text, images"):
+    with pytest.raises(ConfigError, match="choose one of text, pairs, images"):
         task_of(base, inputs="sound")
     with pytest.raises(TaskError, match=r"does not take images of \[3, 24, 24\]"):
         check_images(task_of(base).model(), torch.zeros(3, 24, 24))

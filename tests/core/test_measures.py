@@ -46,6 +46,7 @@ PARTS: dict[str, Part] = {
     "ranking": lambda cut: measures.auroc("m", SCORES[cut], LABELS[cut], bins=21),
     "calibration": lambda cut: measures.calibration("m", SCORES[cut], LABELS[cut], bins=10),
     "regression": lambda cut: measures.regression("m", VALUES[cut] + SCORES[cut], VALUES[cut]),
+    "correlation": lambda cut: measures.correlation("m", VALUES[cut] + SCORES[cut], TIMES[cut]),
     "quantiles": lambda cut: measures.quantiles("m", VALUES[cut], -1.5, 11.0, bins=100),
 }
 
@@ -101,6 +102,8 @@ def test_errors_calibration_quantiles_and_concordance_are_those_of_their_definit
     assert found["m_rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-6)
     assert found["m_mae"] == pytest.approx(float(error.mean()), rel=1e-6)
     assert found["m_r2"] == pytest.approx(float(1 - error.square().sum() / spread), rel=1e-6)
+    r = np.corrcoef((VALUES + SCORES).double().numpy(), TIMES.numpy())[0, 1]
+    assert figures(PARTS["correlation"])["m_pearson"] == pytest.approx(r, rel=1e-6)
     gaps = 0.0
     for i in range(10):
         inside = (SCORES.double() * 10).long() == i
@@ -127,6 +130,8 @@ def test_what_is_not_defined_is_no_number() -> None:
     assert figures(lambda _: one_class) == {"m_auroc": None, "m_average_precision": 1.0}
     nobody = torch.zeros(0)
     assert set(figures(lambda _: measures.regression("m", nobody, nobody)).values()) == {None}
+    flat = measures.correlation("m", torch.full((3,), 0.1), torch.arange(3))
+    assert figures(lambda _: flat) == figures(lambda _: measures.correlation("m", nobody, nobody))
     alike = measures.regression("m", torch.ones(3), torch.ones(3))
     assert figures(lambda _: alike) == {"m_rmse": 0.0, "m_mae": 0.0, "m_r2": None}
 

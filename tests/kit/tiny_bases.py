@@ -30,6 +30,22 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
     return made
 
 
+def with_borders(folder: Path, *, segments: bool = True) -> Path:
+    """The base with a tokenizer that puts <s> and </s> around texts, and between two, as BERT's does."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer(None)
+    ends = [("<s>", 0), ("</s>", 1)]
+    pair = "<s> $A </s> $B:1 </s>:1"
+    template = TemplateProcessing(single="<s> $A </s>", pair=pair, special_tokens=ends)
+    tokenizer.backend_tokenizer.post_processor = template
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer.model_input_names = names if segments else names[::2]
+    tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def write_base(folder: Path, kind: Kind = "llama", seed: int = 0) -> Path:
     """The folder, with config.json, model.safetensors and tokenizer.json in it."""
     import transformers
