@@ -104,7 +104,7 @@ def make_plan(
     check_step(job)
     probe = with_momentum(probe, make_algorithm(job.algorithm).step().momentum)
     check_by_hand(probe, resources, table)
-    table, why_precision = settled(table, resources, job)
+    table, why_precision = settled(table, resources, job, probe)
     private = is_example_level(job)
     check_shares(probe, table, private=private)
     table = narrowed(job, resources, table)

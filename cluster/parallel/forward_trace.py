@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from roundtable.client.training.training_loop import check_loss
@@ -195,9 +196,10 @@ def trace(
         return tensor
 
     half = torch.autocast("cpu", torch.bfloat16, enabled=bfloat16)
+    widening = give_float32(model) if bfloat16 else nullcontext()
     writes = PassWrites(model, fakes, fake=mode is not None)
     recorder = _CallRecorder(model, stack, result, sharded, writes)
-    with mode or nullcontext(), recorder, _named(model, stack, result, recorder.passed), half:
+    with widening, mode or nullcontext(), recorder, _named(model, stack, result, recorder.passed), half:
         try:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = task.loss(model, fakes)
@@ -213,6 +215,17 @@ def trace(
     result.unused = tuple(name for name, p in parameters if p.requires_grad and id(p) not in reached)
     result.rewritten = writes.found()
     return result
+
+
+def give_float32(model: nn.Module) -> RemovableHandle:
+    """Has a model that runs in two bytes give float32: a loss computed of less has three digits, and so has
+    every gradient after it.
+    """
+    return model.register_forward_hook(lambda module, inputs, output: tree_map_only(Tensor, _widened, output))
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def unheard(how_far: str) -> None:

@@ -74,7 +74,7 @@ def _splits(
         if world % (tp * pp) == 0
     ]
     for tp, pp in sorted(pairs, key=lambda pair: (pair[1] > 1, pair[0] * pair[1], pair[1])):
-        refusal = _split_refusal(probe, tp, pp, hand.virtual_stages or 1)
+        refusal = _split_refusal(probe, tp, pp, _stages_by_hand(hand))
         if not refusal:
             yield tp, pp
         elif refusal not in reasons:
@@ -215,11 +215,15 @@ def _reduction(table: ClusterTable, kind: DataParallel, measured: str) -> str:
 def _schedules(probe: ModelProbe, hand: StrategyTable, pp: int) -> list[tuple[Schedule, int]]:
     """(schedule, stages of a rank): 1F1B, and interleaved where each rank gets as many blocks for a stage."""
     if hand.schedule or hand.virtual_stages or pp == 1:
-        stages = hand.virtual_stages or (1 if hand.schedule in (None, "gpipe", "1f1b") else 2)
-        return [(hand.schedule or "1f1b", stages)]
+        return [(hand.schedule or "1f1b", _stages_by_hand(hand))]
     blocks = len(probe.anatomy.blocks)
     several = [v for v in _INTERLEAVED if blocks % (pp * v) == 0 and not _refuse_cut(probe, pp * v)]
     return [("1f1b", 1), *(("interleaved", v) for v in several)]
+
+
+def _stages_by_hand(hand: StrategyTable) -> int:
+    """Stages of a rank, where the table says anything of them."""
+    return hand.virtual_stages or (1 if hand.schedule in (None, "gpipe", "1f1b") else 2)
 
 
 def _whole(

@@ -84,17 +84,23 @@ class Links:
 
 
 def read_links(folder: Path, key: str | None = None) -> Links | None:
-    """The kept figures; None where there are none, or, with a `key`, none of this hardware."""
+    """The kept figures; None where there are none, or, with a `key`, none of this hardware.
+
+    What another version kept may be in another form, and is measured anew.
+    """
     path = folder / FILE
     if not path.is_file():
         return None
-    values = json.loads(path.read_text())
-    tables = {name: _by_size(values[name]) for name in ("within", "between")}
-    kinds = {
-        where: {name: _by_size(table) for name, table in named.items()}
-        for where, named in values.get("kinds", {}).items()
-    }
-    links = Links(**{**values, **tables, "kinds": kinds})
+    try:
+        values = json.loads(path.read_text())
+        tables = {name: _by_size(values[name]) for name in ("within", "between")}
+        kinds = {
+            where: {name: _by_size(table) for name, table in named.items()}
+            for where, named in values.get("kinds", {}).items()
+        }
+        links = Links(**{**values, **tables, "kinds": kinds})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
     return links if key is None or links.key == key else None
 
 

@@ -62,7 +62,8 @@ class ModelProbe:
     stream, dealt out in `lanes` where there are any; `whole_loss`: a batch's loss is not the mean of its
     examples'. `varies` names a module that not every pass calls, empty where all do. `crowding` is how many
     times its share of the tokens an expert may get, by its layer's name. `known` has sums that were asked for
-    before.
+    before. `cannot_half` is why the model does not run in two bytes, and `rounded` what these would do to the
+    examples.
     """
 
     anatomy: Anatomy
@@ -87,6 +88,8 @@ class ModelProbe:
     lanes: int = 0
     whole_loss: bool = False
     varies: str = ""
+    cannot_half: str = ""
+    rounded: str = ""
     crowding: dict[str, float] = field(default_factory=dict)
     known: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 

@@ -29,6 +29,7 @@ from roundtable.cluster.parallel.forward_trace import (
     NotTraceable,
     Trace,
     fake_model,
+    give_float32,
     quietly,
     trace,
     unheard,
@@ -50,6 +51,7 @@ from roundtable.cluster.parallel.tensor_parallel import TensorParallel, find_ten
 from roundtable.cluster.parallel.tensor_randomness import ShardedRegions
 from roundtable.cluster.plan.arithmetic import count_work, optimizer_cost
 from roundtable.cluster.plan.memory_estimate import ModelProbe
+from roundtable.cluster.plan.precision_choice import rounded_by_half
 from roundtable.core.errors import RoundtableError, TaskError
 from roundtable.core.layout import carried_state
 from roundtable.core.seeds import isolated_randomness
@@ -58,6 +60,8 @@ from roundtable.core.task import Task, initial_state
 _DEGREES = (2, 4, 8, 16)
 _CPU = torch.device("cpu")
 _MANY = 8
+# Of which examples differ in numbers.
+_SPREAD = 32
 _LARGEST = 1 - 2**-24
 NOT_STREAMED = (
     "the training data are a stream, whose ranks have as many examples of a step as it brings, and the "
@@ -83,12 +87,7 @@ def probe_model(
     """
     batch = example_batch(data)
     told("tracing the model on the first examples")
-    try:
-        mode, model, traced, varies = _traced(task, batch, bfloat16)
-    except RoundtableError:
-        raise
-    except Exception as error:
-        raise TaskError(does_not_run(task, error)) from error
+    (mode, model, traced, varies), cannot_half = _in_some_precision(task, batch, bfloat16)
     carried_state(model)
     anatomy = dissect(model)
     if not any(weight.trainable for weight in anatomy.weights):
@@ -111,7 +110,7 @@ def probe_model(
         cannot_split={degree: _VALUES if mode is None else tried(degree) for degree in _DEGREES},
         cannot_pipeline=_no_pipeline(task, anatomy, data, batch, traced, varies, real=mode is None),
         cannot_run=_no_runs(task, anatomy, batch, varies) if mode is not None else _VALUES,
-        half=in_half(task, batch) if bfloat16 and mode is not None else None,
+        half=in_half(task, batch) if bfloat16 and mode is not None and not cannot_half else None,
         gloo=device == "cpu",
         work=count_work(task, batch),
         optimizer=cost.work,
@@ -119,6 +118,8 @@ def probe_model(
         lanes=lanes_of(data),
         whole_loss=is_whole_loss(task, traced, (example_batch(data, _MANY), batch)) or balances_batch(model),
         varies=varies,
+        cannot_half=cannot_half,
+        rounded=rounded_by_half(task, example_batch(data, _SPREAD)) if bfloat16 else "",
         own_optimizer=cost.own,
         by_entry=cost.by_entry,
         cannot_code=cost.cannot_code,
@@ -130,6 +131,21 @@ def probe_model(
             if isinstance(module, MixtureOfExperts)
         },
     )
+
+
+def _in_some_precision(
+    task: Task, batch: Any, bfloat16: bool
+) -> tuple[tuple[FakeTensorMode | None, nn.Module, Trace, str], str]:
+    """As `_traced`, and why that is not in bfloat16 where it should be; TaskError where it runs in none."""
+    try:
+        return _traced(task, batch, bfloat16), ""
+    except RoundtableError:
+        raise
+    except Exception as error:
+        if not bfloat16:
+            raise TaskError(does_not_run(task, error)) from error
+        said = _in_words(error)
+    return _in_some_precision(task, batch, False)[0], said
 
 
 def _traced(task: Task, batch: Any, bfloat16: bool) -> tuple[FakeTensorMode | None, nn.Module, Trace, str]:
@@ -216,28 +232,28 @@ def _free_memory() -> int:
 
 def does_not_run(task: Task, error: Exception) -> str:
     """An error of the task's code in a line, with the line of the code that it comes from."""
+    return (
+        f"{type(task).__name__}'s model or loss does not run on the first training examples: "
+        f"{_in_words(error)}"
+    )
+
+
+def _in_words(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or list(frames)
     first = (str(error).strip().splitlines() or [""])[0][:200]
-    return (
-        f"{type(task).__name__}'s model or loss does not run on the first training examples: "
-        f"{type(error).__name__}: {first} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
-    )
+    return f"{type(error).__name__}: {first} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
 
 
 def in_half(task: Task, batch: Any) -> Trace | None:
     """Traces the model in bfloat16, with a float32 output; None where its own code mixes precisions."""
     mode, model = fake_model(task, torch.bfloat16)
-    model.register_forward_hook(lambda module, inputs, output: tree_map_only(Tensor, _widened, output))
+    give_float32(model)
     halves = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, batch)
     try:
         return trace(task, mode, model, halves)
     except RuntimeError:
         return None
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def example_batch(data: Any, examples: int = 3) -> Any:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.apply_strategy import apply_strategy, present_blocks, replicate
 from roundtable.cluster.parallel.experts import count_examples_alone
+from roundtable.cluster.parallel.forward_trace import give_float32
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.meta_init import check_same_tensors, check_shared_memory, model_on_meta
 from roundtable.cluster.parallel.pipeline_stages import (
@@ -73,6 +74,7 @@ class Replica:
         self._layout = layout
         self._seed = seed
         self.strategy = strategy
+        self._sharded = strategy.data_parallel in ("zero2", "zero3")
         self.meshes = meshes
         self.device = device
         self._current = MicroBatch()
@@ -86,6 +88,9 @@ class Replica:
             blocks += [part.get_submodule(name) for name in present]
             options = (strategy, meshes, device, tensor_parallel, self._regions)
             self.parts.append(apply_strategy(part, present, *options, last=last))
+            if last and strategy.half is not None and not self._sharded:
+                # As what the last shards give: a loss that is written by hand is under no autocast rule.
+                give_float32(self.parts[-1])
         self.compiled = CompiledBlocks(blocks)
         self.trial: CompileTrial | str = ""
         self._randomness: TensorRandomness | None = None
@@ -264,7 +269,7 @@ class Replica:
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context in which losses and metrics are computed."""
-        if self.strategy.half is not None and self.strategy.data_parallel not in ("zero2", "zero3"):
+        if self.strategy.half is not None and not self._sharded:
             return torch.autocast(self.device.type, self.strategy.half)
         return nullcontext()
 

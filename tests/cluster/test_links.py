@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity
 
 from roundtable.cluster.choice.machine_rates import _measured
 from roundtable.cluster.plan import device_rates
-from roundtable.cluster.plan.links import Links, read_links, reduction_for
+from roundtable.cluster.plan.links import FILE, Links, read_links, reduction_for
 from roundtable.cluster.train import collective_sampling
 from roundtable.cluster.train.collective_sampling import CollectiveSampler
 
@@ -42,6 +42,12 @@ def test_other_hardware_is_measured_anew(tmp_path: Path) -> None:
     assert read_links(tmp_path, first.key) == first
     assert read_links(tmp_path, "another") is None
     assert read_links(tmp_path / "elsewhere") is None
+
+
+def test_what_another_version_kept_is_measured_anew(tmp_path: Path) -> None:
+    for kept in ('{"key": "k", "later": 1}', "[]", "{"):
+        (tmp_path / FILE).write_text(kept)
+        assert read_links(tmp_path) is None
 
 
 def test_slow_links_between_nodes_decide_how_gradients_travel() -> None:

@@ -248,6 +248,7 @@ def test_what_is_set_by_hand_is_kept() -> None:
         ({"devices": 4, "offload_optimizer": True}, ConfigError, "whose memory is the host's"),
         ({"devices": 4, "cp": 2}, ConfigError, "cp = 2: context parallelism is not offered"),
         ({"devices": 1, "data_parallel": "ddp"}, ConfigError, 'no mesh over 1 .* has data_parallel = "ddp"'),
+        ({"devices": 4, "pp": 4, "schedule": "interleaved"}, ConfigError, "has 7 parts for 8 stages"),
         ({"devices": 4, "tp": 8}, ConfigError, "mesh of 8 ranks; there are 4 devices"),
         ({"devices": 4, "tp": 3}, ConfigError, "4 devices do not divide by 3; use 3 of them"),
         ({"devices": 4, "nodes": 2, "tp": 8}, ConfigError, "would cross nodes of 4 devices"),

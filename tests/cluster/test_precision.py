@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,15 @@ from cluster_plans import case, plan
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.agent.cluster_trainer import figures_of
+from roundtable.cluster.choice.planner import ClusterPlan, make_plan
 from roundtable.cluster.parallel.strategy import Strategy
-from roundtable.cluster.plan.precision_choice import settled
+from roundtable.cluster.plan.model_probe import probe_model
+from roundtable.cluster.plan.precision_choice import rounded_by_half, settled
 from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.stepping.agreed_step import AgreedFigures
 from roundtable.cluster.stepping.loss_scaling import GROWS_AFTER, NAME, LossScale
@@ -27,7 +32,7 @@ from roundtable.cluster.train.round_course import RoundCourse, StepTimes
 from roundtable.cluster.train.round_reports import RoundProgress, round_metrics
 from roundtable.core import JobConfig
 from roundtable.core.errors import ConfigError, EncodingError
-from roundtable.core.task import Task
+from roundtable.core.task import Site, Task
 
 HALF = {"steps": 8, "batch_size": 8, "learning_rate": 0.05, "max_gradient_norm": 0.5}
 GPU = Resources(1, 2, 1 << 30)
@@ -49,6 +54,64 @@ def test_auto_is_what_the_devices_multiply_fast() -> None:
     assert chosen(GPU, precision="float32") == "float32"
     with pytest.raises(ConfigError, match="since Ampere"):
         chosen(replace(GPU, gpus="float16"), precision="tf32")
+
+
+class Tabular(Task):
+    """A table whose columns have deviation 1 around `mean`."""
+
+    def __init__(self, mean: float = 0.0) -> None:
+        self.mean = mean
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def data(self, site: Site) -> Any:
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+        shifted = x + self.mean * torch.tensor([0.0, 0.0, 1.0, 0.0])
+        return (shifted, x.sum(1, keepdim=True)), None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+
+class Placing(nn.Linear):
+    """Mixes what it computes with numbers of one precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, columns] → [batch, 1]."""
+        return torch.lerp(torch.zeros(len(x), 1), super().forward(x), 0.5)
+
+
+class Single(Tabular):
+    """Runs in one precision alone."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Placing(4, 1))
+
+
+def planned(task: Task, resources: Resources, precision: str = "auto") -> ClusterPlan:
+    probe = probe_model(task, task.data(Site("silo"))[0], bfloat16=True)
+    job = JobConfig.model_validate({"task": "t", "algorithm": {"batch_size": 8}})
+    return make_plan(probe, resources, job, ClusterTable.model_validate({"precision": precision}))
+
+
+def test_two_bytes_are_not_chosen_where_they_would_round_the_examples() -> None:
+    assert planned(Tabular(), GPU).strategy.precision == "bfloat16"
+    years = planned(Tabular(2000.0), GPU)
+    assert years.strategy.precision == "float32"
+    assert "round column 3 of the model's input 1" in years.reasons[0]
+    assert planned(Tabular(2000.0), GPU, "bfloat16").strategy.precision == "bfloat16"
+    # What the model is given counts, and not what it is to say.
+    assert not rounded_by_half(Tabular(), (torch.randn(8, 4), 2000 + torch.rand(8, 1)))
+
+
+def test_a_model_that_does_not_run_in_two_bytes_is_planned_in_four() -> None:
+    plan = planned(Single(), GPU)
+    assert plan.strategy.precision == "tf32"
+    assert "does not run in two bytes (RuntimeError: expected dtype float" in plan.reasons[0]
+    assert planned(Single(), replace(GPU, gpus="float16")).strategy.precision == "float32"
+    with pytest.raises(ConfigError, match="does not run in it"):
+        planned(Single(), GPU, "bfloat16")
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(0, GROWS_AFTER - 1))

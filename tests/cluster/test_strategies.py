@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cluster_cases import Case, adam, experts, run_cases
-from cluster_models import Drawn, Knotted, Language, Mixture, Placed
+from cluster_models import ByHand, Drawn, Knotted, Language, Mixture, Placed
 from cluster_plans import STEPS, case, plan
 from ranks import run_ranks
 
@@ -122,7 +122,15 @@ def in_half(name: str, strategy: Strategy, **model: Any) -> Case:
     return Case(name, strategy, Language(vocabulary=512, **model), algorithm)
 
 
+def by_hand(name: str, strategy: Strategy) -> Case:
+    """Its loss is written by hand, and near 6 too: autocast computes it in what it is given."""
+    return Case(name, strategy, ByHand(), {**SHORT, "batch_size": 8, "learning_rate": 0.01})
+
+
 HALF = [
+    by_hand("by hand ddp", plan("ddp", dp=2, precision="bfloat16")),
+    by_hand("by hand tp", plan(tp=2, precision="bfloat16")),
+    by_hand("by hand 1f1b", plan(pp=2, precision="bfloat16")),
     in_half("ddp", plan("ddp", dp=2, precision="bfloat16")),
     in_half("float16", plan("zero3", fsdp=2, precision="float16")),
     in_half("zero2", plan("zero2", fsdp=2, precision="bfloat16")),

@@ -238,6 +238,14 @@ class Language(Task):
         return {"accuracy": (right.sum(), right.numel())}
 
 
+class ByHand(Language):
+    """Its loss is none of torch's."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        out: Tensor = (model(batch[0]) * 0.1 - 2.5).square().mean()
+        return out
+
+
 class Mask(nn.Module):
     """Dropout that remembers what it kept, as [examples, ...] of its first pass, and what in later ones."""
 
