@@ -21,6 +21,7 @@ from roundtable.core.task import AnyTask, ArrayTask, Task
 from roundtable.engine.stopping import larger_is_better
 from roundtable.simulation.reporting.comparison import Comparison, Run, compare, open_run
 from roundtable.simulation.sweep import Overrides, run_names, sweep
+from roundtable.simulation.world.longer_runs import why_not_to_other_rounds
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,16 @@ def halving(
     of the history, compared as `[stop]` states its direction, else by its name; a run that has no finite
     value comes last. Called again after an interruption it decides alike and runs what is missing. `rung`
     hears of (trials, rounds) before each. Gives all runs, the best first. Raises ConfigError for a job
-    whose noise follows from its rounds, and for a metric that no run has.
+    whose noise or learning rates follow from its rounds, and for a metric that no run has.
     """
     checked = load_job(job, dict(fixed or {}))
     _check_rounds_matter_not(checked, settings)
+    steps = rungs(checked.rounds, len(settings), eta, least)
+    _check_goes_on(job, settings, fixed or {}, [rounds for _, rounds in steps])
     names, place = run_names(settings, width=4), Path(folder)
     left = dict(zip(names, settings, strict=True))
     reached: dict[str, int] = {}
-    for trials, rounds in rungs(checked.rounds, len(settings), eta, least):
+    for trials, rounds in steps:
         if rung is not None:
             rung(trials, rounds)
         left = {name: left[name] for name in _ranked(place, left, reached, metric, checked)[:trials]}
@@ -149,6 +152,16 @@ def _check_rounds_matter_not(job: JobConfig, settings: Sequence[Overrides]) -> N
         )
     if "rounds" in varied:
         raise ConfigError("halving decides the rounds itself: leave rounds out of what varies")
+
+
+def _check_goes_on(job: AnyPath, settings: Sequence[Overrides], fixed: Overrides, reached: list[int]) -> None:
+    """ConfigError where a run that goes on from one of these numbers of rounds to the next is another one."""
+    for each in settings:
+        if why := why_not_to_other_rounds(load_job(job, {**fixed, **each}), *reached):
+            raise ConfigError(
+                f"halving: a run that goes on would be another one than a run that was never stopped: {why}; "
+                "draw at random without halving"
+            )
 
 
 def _ranked(

@@ -33,6 +33,7 @@ from roundtable.engine import Best, ServerState, record_from_plain, record_to_pl
 from roundtable.engine.messages import Note, RoundRecord
 from roundtable.simulation.checkpoint import Checkpoint
 from roundtable.simulation.reporting.history import History
+from roundtable.simulation.world.longer_runs import why_not_to_other_rounds
 from roundtable.simulation.world.natural_names import NaturalNames, checked_names
 
 _MAY_DIFFER = {"rounds", "name", "tracking"}
@@ -234,6 +235,18 @@ def _check_same_job(file: Path, job: JobConfig) -> None:
             f"{file.parent} holds a run of another job: {', '.join(differing)} differ; "
             "resume it with the job that it was begun with, or choose another folder"
         )
+    _check_rounds(file.parent, job, before["rounds"])
+
+
+def _check_rounds(folder: Path, job: JobConfig, before: int) -> None:
+    """Raises ConfigError where a run of `before` rounds cannot go on to as many as the job has."""
+    if job.rounds == before or not (why := why_not_to_other_rounds(job, before, job.rounds)):
+        return
+    raise ConfigError(
+        f"{folder} holds a run of {before} rounds, which cannot go on to {job.rounds}: {why}; set rounds = "
+        f"{before}, or choose another folder",
+        key=("rounds",),
+    )
 
 
 def _pretty(values: Any) -> str:

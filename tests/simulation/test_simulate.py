@@ -245,6 +245,33 @@ class TestRunDirectory:
         assert torch.equal(longer.model.vector, run(rounds=4).model.vector)
         assert longer.history["round"] == [1, 2, 3, 4]
 
+    @pytest.mark.parametrize(
+        ("tables", "why"),
+        [
+            ({"algorithm__schedule": "cosine", "algorithm__schedule_over": "job"}, "the learning rates over"),
+            ({"privacy": {"epsilon": 8.0}}, "follows from privacy.epsilon and the number of rounds"),
+            ({"privacy": {"level": "dp_ftrl", "noise_multiplier": 1.0}}, "correlated over all rounds"),
+        ],
+    )
+    def test_more_rounds_are_refused_where_earlier_ones_would_have_been_others(
+        self, run, tmp_path, tables, why
+    ):
+        """Rounds whose noise is for two rounds are not the first of four; nor is their epsilon."""
+        if "privacy" in tables:
+            noisy = {"level": "client", "clip_norm": 1.0, "delta": 1e-3, **tables["privacy"]}
+            tables = {"privacy": noisy, "evaluation__every": 0, "aggregation__weighting": "uniform"}
+        settings = {**tables, "simulation__backend": "sequential"}
+        run(_run_dir=tmp_path / "a", rounds=2, **settings)
+        with pytest.raises(ConfigError, match=f"of 2 rounds, which cannot go on to 4: .*{why}"):
+            run(_run_dir=tmp_path / "a", _resume=True, rounds=4, **settings)
+
+    def test_more_rounds_of_a_stated_noise_spend_more(self, run, tmp_path):
+        noisy = {"level": "client", "clip_norm": 1.0, "delta": 1e-3, "noise_multiplier": 1.0}
+        tables = {"privacy": noisy, "evaluation__every": 0, "aggregation__weighting": "uniform"}
+        run(_run_dir=tmp_path / "a", rounds=2, **tables)
+        longer = run(_run_dir=tmp_path / "a", _resume=True, rounds=4, **tables)
+        assert torch.equal(longer.model.vector, run(rounds=4, **tables).model.vector)
+
     @pytest.mark.parametrize("optimizer", ["fedavg", "fedadam"])
     @pytest.mark.parametrize("stop_at", [1, 2])
     def test_an_interrupted_run_goes_on_to_the_same_bits(self, run, tmp_path, stop_at, optimizer):
