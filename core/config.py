@@ -242,7 +242,7 @@ class StopTable(Table):
     patience: int | None = Field(None, ge=1, description="stop after so many evaluations without improvement")
     minimum_improvement: Finite = Field(0.0, ge=0, description="what counts as an improvement")
     larger_is_better: bool | None = Field(
-        None, description="default: false for names with loss, error, rmse, _mae or _ece, else true"
+        None, description="default: false for loss, error, perplexity, mse, mae and the like, else true"
     )
     time: Seconds | None = Field(None, gt=0, description="stop after so much time")
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 
 from roundtable.core.config import StopTable
+
+_SMALLER = frozenset(("mae", "mape", "mse", "ece", "nll", "ppl", "brier", "crps", "wer", "cer"))
+"""Words in the names of metrics of which the smaller value is the better one."""
 
 
 @dataclass
@@ -64,4 +68,7 @@ def larger_is_better(metric: str, stop: StopTable) -> bool:
     """A metric's direction: as `[stop]` states it of its own metric; else what the metric's name says."""
     if metric == stop.metric and stop.larger_is_better is not None:
         return stop.larger_is_better
-    return not any(word in metric for word in ("loss", "error", "rmse", "_mae", "_ece"))
+    name = metric.lower()
+    if any(part in name for part in ("loss", "error", "perplexity", "rmse")):
+        return False
+    return _SMALLER.isdisjoint(re.split(r"[^a-z0-9]+", name))

@@ -314,7 +314,7 @@ class Executor:
         """What the silo goes on from. `trouble` hears what is lost; EncodingError where the server counts on
         it."""
         kept = self._state.load(order.job, order.counted)
-        if kept is None and order.counted is not None and warm.layout.places:
+        if kept is None and order.counted is not None and warm.algorithm.counted_on():
             place = self._state.path(order.job, *order.counted)
             raise EncodingError(
                 f"what round {order.counted[0]} of job {order.job} left at this silo is lost ({place.name} "

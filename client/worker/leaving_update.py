@@ -42,7 +42,7 @@ def write_leaving(
     written = write_remembering(Path(order.output), delta, transfer, layout.sent, key, kept, chain, basis)
     failpoint("update_encoded", order.round, "train")
     left = {**local, **written.memory}
-    if left or left_behind(job, algorithm, layout):
+    if left or algorithm.counted_on() or left_behind(job, algorithm, layout):
         state.save(order.job, (order.round, order.attempt), left, order.counted)
     failpoint("memory_kept", order.round, "train")
     return written

@@ -220,6 +220,10 @@ class ClientAlgorithm:
         """The server's part; needed where there are places."""
         return None
 
+    def counted_on(self) -> bool:
+        """Whether the server goes by what a client keeps: one that has lost that takes no part any more."""
+        return bool(self.places)
+
     def local_tensors(self, model: nn.Module) -> Sequence[str]:
         """Names of tensors of the model that never leave a client (FedBN, FedPer)."""
         return ()

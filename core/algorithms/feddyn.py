@@ -60,6 +60,11 @@ class FedDyn(ClientAlgorithm):
         return FedDynServer(self._alpha)
 
     @override
+    def counted_on(self) -> bool:
+        """h is the mean of what clients keep."""
+        return True
+
+    @override
     def begin(self, round: ClientRound) -> Tensor:
         """The constant −g_i."""
         return -_own(round)

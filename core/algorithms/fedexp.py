@@ -53,6 +53,11 @@ class FedExp(ClientAlgorithm):
         return FedExpServer(self.table.epsilon)
 
     @override
+    def counted_on(self) -> bool:
+        """A client keeps nothing."""
+        return False
+
+    @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
         update = round.clipped(update, math.hypot(1.0, _SHARE))
         square = update.double().square().sum() * _unit(round.bound)

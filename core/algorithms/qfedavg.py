@@ -49,6 +49,11 @@ class QFedAvg(ClientAlgorithm):
         return QFedAvgServer()
 
     @override
+    def counted_on(self) -> bool:
+        """A client keeps nothing."""
+        return False
+
+    @override
     def begin(self, round: ClientRound) -> None:
         assert round.measure is not None
         round.scratch["loss"], _ = round.measure()

@@ -172,6 +172,41 @@ async def test_three_silos_train_one_model(federation: Federation) -> None:
     assert [path.stem for path in kept] == ["round-3.1", "round-4.1"]
 
 
+LOSES_WHAT_ROUND_1_LEFT = """
+    def metrics(self, model, batch, context):
+        from pathlib import Path
+        if context.site == "cedar":
+            for left in Path(__file__).parent.glob("state/cedar/jobs/*/round-1.1.safetensors"):
+                left.unlink()
+        return {}
+"""
+
+
+async def test_a_silo_is_out_where_the_server_counts_on_what_it_has_lost_and_nowhere_else(
+    federation: Federation,
+) -> None:
+    """FedExP and q-FedAvg send a number beside the update, and their clients keep nothing."""
+    _, folder = federation
+    (folder / "toy.py").write_text(TASK + LOSES_WHAT_ROUND_1_LEFT)
+    came: dict[str, list[int]] = {}
+    async with agents(*(silo(federation, name) for name in NAMES)):
+        for own in ({"name": "fedexp"}, {"name": "qfedavg", "q": 1.0}, {"name": "feddyn", "alpha": 0.1}):
+            table = {
+                "task": "toy",
+                "rounds": 2,
+                "cohort": {"size": 3, "minimum": 2},
+                "algorithm": {**own, "learning_rate": 0.1, "steps": 2, "batch_size": 8},
+                "model": {"buffers": "local" if own["name"] == "feddyn" else "average"},
+                "aggregation": {"weighting": "uniform"},
+            }
+            job = JobConfig.model_validate(table)
+            model = initial_model(job, load_task("toy.py", folder))
+            status, history, _ = await asyncio.to_thread(run_job, federation, job, model)
+            assert status == "finished"
+            came[str(own["name"])] = [len(record["contributors"]) for record in history]
+    assert came == {"fedexp": [3, 3], "qfedavg": [3, 3], "feddyn": [3, 2]}
+
+
 MASKED = {"level": "none", "secure_aggregation": True, "clip_norm": 0.2}
 
 

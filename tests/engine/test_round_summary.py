@@ -14,7 +14,7 @@ from roundtable.core.config import JobConfig, StopTable, parse_job
 from roundtable.core.job_tables.keep_table import KeepTable
 from roundtable.engine import messages as m
 from roundtable.engine.round_summary import RoundSummary
-from roundtable.engine.stopping import stop_reason
+from roundtable.engine.stopping import larger_is_better, stop_reason
 
 values = st.none() | st.sampled_from([0.0, 0.1, 0.5, 0.55, 0.9, 1.0, math.nan])
 
@@ -135,3 +135,16 @@ def test_a_restored_engine_has_the_same() -> None:
     driver.restart()
     assert driver.engine.state.summary == before
     assert (before.done, before.trend.stale, len(before.recent)) == (3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["loss", "token_perplexity", "val_rmse", "dose_mae", "mse", "risk_ece", "Brier"]
+)
+def test_a_metrics_name_says_that_smaller_is_better(name: str) -> None:
+    assert not larger_is_better(name, StopTable())
+    assert larger_is_better(name, StopTable(metric=name, larger_is_better=True))
+
+
+@pytest.mark.parametrize("name", ["accuracy", "risk_c_index", "answer_length", "nucleus_dice", "dose_r2"])
+def test_of_other_metrics_the_larger_is_better(name: str) -> None:
+    assert larger_is_better(name, StopTable())

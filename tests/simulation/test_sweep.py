@@ -215,7 +215,7 @@ def test_halving_goes_on_with_the_best_and_decides_alike_when_called_again(job_f
     with pytest.raises(ConfigError, match=r"halving and \[privacy\]"):
         halving(job_file, rates, tmp_path / "one", "accuracy", fixed=private)
     over_all = {"algorithm.schedule": "cosine", "algorithm.schedule_over": "job"}
-    with pytest.raises(ConfigError, match=r'would be another one .* schedule_over = "job" spreads'):
+    with pytest.raises(ConfigError, match=r'another one than .*schedule_over = "job" spreads'):
         halving(job_file, [{**each, **over_all} for each in rates], tmp_path / "two", "accuracy", eta=2)
 
 
