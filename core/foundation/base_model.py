@@ -6,6 +6,7 @@ Nothing is ever downloaded: a name is a folder, or a model that lies in the libr
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,9 @@ def library(name: str) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Both import torchao where that is installed, which warns of each kernel that this machine cannot use.
+    for other in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(other).setLevel(logging.ERROR)
     module = load(name, PURPOSE)
     if name == "transformers":
         module.utils.logging.disable_progress_bar()
@@ -157,7 +161,7 @@ class BaseModel:
             raise TaskError(f"base {self.name!r}: it has no {_IMAGES}, which says how images are read")
         transformers = library("transformers")
         # Releases 4 and 5 name it otherwise. What torchvision makes of an image is another tensor.
-        plain = {"use_fast": False} if _major(transformers) < 5 else {"backend": "pil"}
+        plain = {"use_fast": False} if transformers.__version__.startswith("4.") else {"backend": "pil"}
         try:
             return transformers.AutoImageProcessor.from_pretrained(self.folder, **plain, **_NOTHING_FOREIGN)
         except Exception as error:  # The library's own are of any class.
@@ -310,7 +314,7 @@ class BaseModel:
         """What all parties must have alike beside weights. The digest is in a tensor's name, which a layout
         holds whatever its rule: a value would travel with [model] travel = "all", and be everybody's."""
         head = self.head
-        version = str(_major(library("transformers")))
+        version = library("transformers").__version__.partition(".")[0]
         told = _without(self.config.to_dict(), _NOT_OF_THE_MODEL if head is None else _NOT_OF_A_CLASSIFIER)
         images = head is not None and head.inputs == "images"
         read = self._processor_digest() if images else self._tokenizer_digests()
@@ -383,10 +387,6 @@ def _cached(name: str) -> Path | None:
         return Path(hub.snapshot_download(name, local_files_only=True))
     except (OSError, ValueError):
         return None
-
-
-def _major(module: Any) -> int:
-    return int(str(module.__version__).partition(".")[0])
 
 
 def _without(values: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
