@@ -1,4 +1,4 @@
-"""The tensors of a batch, wherever they lie in it."""
+"""The tensors of a batch, or of what a model makes of it, wherever they lie."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 
 def changed(
@@ -71,3 +73,14 @@ def examples_in(batch: Any) -> int:
         return int(batch.batch_sizes[0])
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     return examples_in(parts[0]) if isinstance(parts, (tuple, list)) and parts else 1
+
+
+def give_float32(model: nn.Module) -> RemovableHandle:
+    """Has a model that runs in two bytes give float32: a loss computed of less has three digits, and so has
+    every gradient after it.
+    """
+    return model.register_forward_hook(lambda module, inputs, output: tree_map_only(Tensor, _widened, output))
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from roundtable.client.batch_tensors import give_float32
 from roundtable.client.training.training_loop import check_loss
 from roundtable.cluster.parallel.anatomy import (
     PassWrites,
@@ -215,17 +215,6 @@ def trace(
     result.unused = tuple(name for name, p in parameters if p.requires_grad and id(p) not in reached)
     result.rewritten = writes.found()
     return result
-
-
-def give_float32(model: nn.Module) -> RemovableHandle:
-    """Has a model that runs in two bytes give float32: a loss computed of less has three digits, and so has
-    every gradient after it.
-    """
-    return model.register_forward_hook(lambda module, inputs, output: tree_map_only(Tensor, _widened, output))
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def unheard(how_far: str) -> None:

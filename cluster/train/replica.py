@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from roundtable.client.batch_tensors import give_float32
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
 from roundtable.cluster.parallel.apply_strategy import apply_strategy, present_blocks, replicate
 from roundtable.cluster.parallel.experts import count_examples_alone
-from roundtable.cluster.parallel.forward_trace import give_float32
 from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.meta_init import check_same_tensors, check_shared_memory, model_on_meta
 from roundtable.cluster.parallel.pipeline_stages import (

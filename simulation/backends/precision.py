@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from roundtable.client.batch_tensors import give_float32
 from roundtable.core.errors import ConfigError
 from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.task import AnyTask, ArrayTask, Task, told
@@ -16,7 +17,7 @@ from roundtable.simulation.backend import World
 
 
 class MixedPrecision(Task):
-    """A task whose loss is computed under torch's autocast to bfloat16; nothing else of it differs."""
+    """A task whose model runs under torch's autocast to bfloat16; nothing else of it differs."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task = task
@@ -40,9 +41,13 @@ class MixedPrecision(Task):
 
     @override
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The task's loss; float32 whatever it was computed in."""
-        with torch.autocast(self._kind, dtype=torch.bfloat16):
-            loss: Any = self._task.loss(model, batch)
+        """The task's loss of what the model gives, as float32."""
+        whole = give_float32(model)
+        try:
+            with torch.autocast(self._kind, dtype=torch.bfloat16):
+                loss: Any = self._task.loss(model, batch)
+        finally:
+            whole.remove()
         return loss.float() if isinstance(loss, Tensor) else loss
 
 

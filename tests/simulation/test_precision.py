@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -74,6 +74,25 @@ def test_stacked_clients_differ_by_rounding_alone_on_a_gpu(task: type[Base]) -> 
     # torch 2.11 has no softmax there whose input is bfloat16 and whose gradient is float32.
     known = task is Attention and "input and grad types to match" in (backend.refused or "")
     assert backend.refused is None or known, backend.refused
+
+
+class ByHand(Perceptron):
+    """Its loss is no function of torch's, and so under none of autocast's rules."""
+
+    given: ClassVar[set[torch.dtype]] = set()
+
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        logits = model(batch[0])
+        self.given.add(logits.dtype)
+        return (logits.logsumexp(1) - logits.gather(1, batch[1][:, None])[:, 0]).mean()
+
+
+@pytest.mark.parametrize("backend", [Sequential, Stacked])
+def test_a_loss_by_hand_is_computed_in_float32(backend: Any) -> None:
+    ByHand.given.clear()
+    place = mixed(ByHand())
+    check(backend(place, device="cpu"), place)
+    assert ByHand.given == {torch.float32}
 
 
 def test_weights_stay_float32_between_steps() -> None:
