@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -40,6 +41,18 @@ UNBEGUN = (
     "the training process ran out of memory before a first batch, where no smaller batch_size would help; "
     "give this silo's training more memory"
 )
+
+
+class Role(NamedTuple):
+    """What a process of the agent's is in sentences about its end, and what helps where it lacks memory: with
+    batches, and before the first one."""
+
+    name: str
+    remedy: str
+    unbegun: str
+
+
+TRAINING = Role("the training process", "a smaller batch_size needs less", UNBEGUN)
 _FOLDERS = re.compile(r"(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"]+[\\/])+")
 
 

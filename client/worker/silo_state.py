@@ -63,11 +63,12 @@ class SiloState:
         self.forget_others(job, step, counted)
 
     def forget_others(self, job: str, step: Counted | None, counted: Counted | None) -> None:
-        """Removes the states that nothing can go on from."""
+        """Removes the states that nothing can go on from, those that were never whole among them."""
         kept = {self.path(job, *each) for each in (step, counted) if each is not None}
-        for path in (self._folder / job).glob("round-*.safetensors"):
-            if path not in kept:
-                path.unlink(missing_ok=True)
+        for pattern in ("round-*", ".round-*.partial"):
+            for path in (self._folder / job).glob(pattern):
+                if path not in kept:
+                    path.unlink(missing_ok=True)
 
     def forget(self, job: str) -> None:
         """Removes what all steps of a job left, which is over; what cannot be removed is told."""

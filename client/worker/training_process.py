@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import asdict
 from typing import Any
 
-from roundtable.client.failures import UNBEGUN, WorkFailed
+from roundtable.client.failures import TRAINING, Role, WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.policy.gpus import shown_gpus
 from roundtable.client.trainer import ProgressListener
@@ -37,8 +37,9 @@ class EndedAhead(WorkFailed):
 class TrainingProcess:
     """One training process."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, role: Role) -> None:
         self._process = process
+        self._role = role
         self._number = 0
         self._begun = False
         self._kills_before = memory_kills()
@@ -51,7 +52,9 @@ class TrainingProcess:
         self._withdrawing: asyncio.Task[None] | None = None
 
     @classmethod
-    async def spawn(cls, config: AgentConfig, settings: dict[str, Any]) -> TrainingProcess:
+    async def spawn(
+        cls, config: AgentConfig, settings: dict[str, Any], role: Role = TRAINING
+    ) -> TrainingProcess:
         # A task needs no secrets of the agent's.
         environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         environment |= shown_gpus(config.policy.max_gpus, config.device, os.environ)[0]
@@ -72,8 +75,8 @@ class TrainingProcess:
             cwd=config.folder,
             env=environment,
         )
-        child = cls(process)
-        child._write({"do": "begin", "settings": settings})
+        child = cls(process, role)
+        child._write({"do": "begin", "settings": settings, "role": role})
         return child
 
     async def gone(self) -> bool:
@@ -148,12 +151,13 @@ class TrainingProcess:
                     "%s, round %d: began %d batches ahead", job, round, message["ahead"], extra=self._doing
                 )
             elif "ready" in message:
-                _log.debug("the training process is ready on %s", message["ready"])
+                _log.debug("%s is ready on %s", self._role.name, message["ready"])
             else:
                 return message
         code = await self._process.wait()
         await self._listener
-        found = post_mortem(code, self._kills_before, list(self._output), begun=self._begun)
+        output = list(self._output)
+        found = post_mortem(code, self._kills_before, output, begun=self._begun, role=self._role)
         if self._goes_ahead and not self._heard:
             raise EndedAhead(found.kind, found.detail, found.trace, whole=found.whole)
         raise found
@@ -165,7 +169,7 @@ class TrainingProcess:
         except WorkFailed:
             pass
         except TimeoutError:
-            _log.warning("the training process did not stop in time and is killed")
+            _log.warning("%s did not stop in time and is killed", self._role.name)
             self._kill()
             await self._process.wait()
 
@@ -187,15 +191,22 @@ class TrainingProcess:
             _log.info("task: %s", text, extra={**self._doing, **shareable("output")})
 
 
-def post_mortem(code: int, kills_before: int | None, output: list[str], *, begun: bool = True) -> WorkFailed:
+def post_mortem(
+    code: int,
+    kills_before: int | None,
+    output: list[str],
+    *,
+    begun: bool = True,
+    role: Role = TRAINING,
+) -> WorkFailed:
     """The failure to report for a process that ended, by its status and the kernel's out-of-memory kills.
 
     `begun`: it had worked on batches.
     """
     trace = "\n".join(output)
-    remedy = "a smaller batch_size needs less" if begun else UNBEGUN
+    remedy = role.remedy if begun else role.unbegun
     if code >= 0:
-        return WorkFailed("node_failure", f"the training process ended with status {code}", trace)
+        return WorkFailed("node_failure", f"{role.name} ended with status {code}", trace)
     name = signal.Signals(-code).name
     if name == "SIGKILL":
         kills = memory_kills()
@@ -203,24 +214,24 @@ def post_mortem(code: int, kills_before: int | None, output: list[str], *, begun
             guess = f"most likely by the system for want of memory; {remedy}"
             return WorkFailed(
                 "out_of_memory",
-                f"the training process was killed (SIGKILL), {guess}",
+                f"{role.name} was killed (SIGKILL), {guess}",
                 trace,
                 whole=not begun,
             )
         if kills > kills_before:
             return WorkFailed(
                 "out_of_memory",
-                "the system killed the training process for want of memory (its counter of such kills rose "
+                f"the system killed {role.name} for want of memory (its counter of such kills rose "
                 f"from {kills_before} to {kills}); {remedy}",
                 trace,
                 whole=not begun,
             )
         return WorkFailed(
             "node_failure",
-            "the training process was killed (SIGKILL); the system records no kill for want of memory, "
-            "so a person or a service at the silo did it",
+            f"{role.name} was killed (SIGKILL); the system records no kill for want of memory, so a person "
+            "or a service at the silo did it",
             trace,
         )
     if name in _CRASHES:
-        return WorkFailed("task_error", f"the training process crashed ({name})", trace)
-    return WorkFailed("node_failure", f"the training process was ended by {name}", trace)
+        return WorkFailed("task_error", f"{role.name} crashed ({name})", trace)
+    return WorkFailed("node_failure", f"{role.name} was ended by {name}", trace)

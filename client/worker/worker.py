@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from roundtable.core.allocator import importing
 
 with importing():
-    from roundtable.client.failures import diagnose
+    from roundtable.client.failures import Role, diagnose
     from roundtable.client.trainer import TrainedUpdate
     from roundtable.client.training.local_work import Stopped
     from roundtable.client.worker.executor import Executor, Settings
@@ -90,7 +90,8 @@ def main() -> None:
     commands = _Commands(source)
     begin = commands.take()
     if (most := begin["settings"].get("memory")) is not None:
-        threading.Thread(target=_watch_memory, args=(most, answers), daemon=True).start()
+        role = Role(*begin["role"])
+        threading.Thread(target=_watch_memory, args=(most, role, answers), daemon=True).start()
     executor = _attempt(answers, lambda: Executor(Settings(**begin["settings"])))
     if executor is None:
         return
@@ -269,16 +270,17 @@ def _fail(answers: TextIO, error: Exception, *, begun: bool) -> None:
         os._exit(1)
 
 
-def _watch_memory(most: int, answers: TextIO) -> None:
+def _watch_memory(most: int, role: Role, answers: TextIO) -> None:
     """Ends the process as out_of_memory once it holds more than `most` bytes of main memory.
 
-    What is resident counts, not the address space: a CUDA context maps far more than it holds.
+    What is resident counts, not the address space: a CUDA context maps far more than it holds. Pages of files
+    do not: the system takes them back.
     """
     while (held := held_memory()) is not None:
         if held > most:
             detail = (
-                f"the training process holds {held >> 20} MiB, and this silo allows {most >> 20} MiB "
-                "([policy] max_memory); a smaller batch_size needs less"
+                f"{role.name} holds {held >> 20} MiB, and this silo allows {most >> 20} MiB "
+                f"([policy] max_memory); {role.remedy}"
             )
             failed = {"kind": "out_of_memory", "detail": detail, "trace": "", "whole": False}
             _say(answers, {"failed": failed, "leaving": True})

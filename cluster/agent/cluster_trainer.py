@@ -7,7 +7,8 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -131,11 +132,13 @@ class ClusterTrainer:
             progress(done, total, loss, figures)
 
         asked = partial(self._do, "train", progress=seen)
-        return await shaped_update(self._config, self._settings, work, asked)
+        async with self._at_work(work):
+            return await shaped_update(self._config, self._settings, work, asked)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""
-        sums = (await self._do("evaluate", known_to_ranks(work), progress))["evaluated"]
+        async with self._at_work(work):
+            sums = (await self._do("evaluate", known_to_ranks(work), progress))["evaluated"]
         return {name: (value, count) for name, (value, count) in sums.items()}
 
     def release(self, job: str, *, met: bool) -> None:
@@ -164,41 +167,38 @@ class ClusterTrainer:
             self._server.close()
             self._server = None
 
-    async def _do(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
-        if self._nodes is None:
-            return await self._done(verb, work, progress)
-        async with self._nodes.wanted():
-            return await self._done(verb, work, progress)
+    @asynccontextmanager
+    async def _at_work(self, work: StepWork) -> AsyncIterator[None]:
+        """One step after the other, until nothing of it writes any more; the nodes are wanted before."""
+        wanted = nullcontext() if self._nodes is None else self._nodes.wanted()
+        async with wanted, its_turn(self._turn, work):
+            yield
 
-    async def _done(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
-        async with its_turn(self._turn, work):
-            if work.step.job != self._job:
-                await self._new_job(work.step.job)
-            if verb == "train":
-                await self._follow_devices()
-            failures: list[Report] = []
-            external = self._table.launch == "external"
-            if external and self._line is None:
-                take_reports(self._folder)
-            for attempt in range(self._table.restarts + 1):
-                try:
-                    return await self._ask(verb, work, progress)
-                except AllLost as lost:
-                    report = Report(-1, "node_failure", str(lost), "", at=0.0)
-                    failures.append(self._course.placed(report))
-                    await self._end()
-                except WorkFailed:
-                    await self._end()
-                    raise
-                except RanksLost as lost:
-                    failures.append(await self._learn(lost, attempt))
-                    if attempt < self._table.restarts:
-                        work.trouble(
-                            failures[-1].kind,
-                            failures[-1].detail,
-                            done_after(failures[-1], external=external),
-                        )
-            raise given_up(failures)
+    async def _do(self, verb: str, work: StepWork, progress: ProgressListener) -> dict[str, Any]:
+        if work.step.job != self._job:
+            await self._new_job(work.step.job)
+        if verb == "train":
+            await self._follow_devices()
+        failures: list[Report] = []
+        external = self._table.launch == "external"
+        if external and self._line is None:
+            take_reports(self._folder)
+        for attempt in range(self._table.restarts + 1):
+            try:
+                return await self._ask(verb, work, progress)
+            except AllLost as lost:
+                report = Report(-1, "node_failure", str(lost), "", at=0.0)
+                failures.append(self._course.placed(report))
+                await self._end()
+            except WorkFailed:
+                await self._end()
+                raise
+            except RanksLost as lost:
+                failures.append(await self._learn(lost, attempt))
+                if attempt < self._table.restarts:
+                    done = done_after(failures[-1], external=external)
+                    work.trouble(failures[-1].kind, failures[-1].detail, done)
+        raise given_up(failures)
 
     async def _new_job(self, job: str) -> None:
         if self._table.launch == "torchrun":

@@ -244,7 +244,7 @@ class ClientAlgorithm:
         """The weights [d] that the client trains from in the place of the model as received; None for that.
 
         The update is from the model as received all the same. `end` finds them in `round.scratch` under
-        BEGINS, and under ENDS what training made of them.
+        BEGINS, and under ENDS what training made of them, which it may change.
         """
         return None
 
@@ -278,7 +278,7 @@ class ClientAlgorithm:
         return work.gradients()
 
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
-        """After the last step: `update` is local − global [d] of so many steps."""
+        """After the last step: `update` is local − global [d] of so many steps, and may be changed."""
         return Sent(update)
 
     def answer(self, round: ClientRound, data: Any) -> Sent:

@@ -70,6 +70,21 @@ def write_part(file: int, data: bytes | memoryview, offset: int) -> int:
         return os.write(file, data)
 
 
+def take_room(path: Path, size: int) -> None:
+    """Makes the file, new or not, one of so many bytes that all have their place on the disk: what is mapped
+    and written there cannot lack it later, which would end the process. Raises OSError."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        found = os.fstat(file)
+        if size and (found.st_size < size or getattr(found, "st_blocks", 0) * 512 < size):
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file, 0, size)
+            else:
+                os.truncate(file, size)
+    finally:
+        os.close(file)
+
+
 def set_direct(file: int, direct: bool) -> bool:
     """Switches writing past the system's cache on or off; False where the file system has none."""
     flag = getattr(os, "O_DIRECT", 0)

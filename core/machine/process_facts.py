@@ -44,11 +44,16 @@ def physical_memory() -> int | None:
 
 def memory_table() -> dict[str, int]:
     """/proc/meminfo in bytes, by name; empty elsewhere than on Linux."""
+    return _table("meminfo")
+
+
+def _table(name: str) -> dict[str, int]:
+    """The lines of a file under /proc that tell kibibytes, in bytes, by name."""
     table = {}
-    for line in proc_text("meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        if number := rest.split()[:1]:
-            table[name] = int(number[0]) << 10
+    for line in proc_text(name).splitlines():
+        key, _, rest = line.partition(":")
+        if (words := rest.split())[1:] == ["kB"]:
+            table[key] = int(words[0]) << 10
     return table
 
 
@@ -70,9 +75,11 @@ def group_memory(name: str) -> int | None:
 
 
 def held_memory() -> int | None:
-    """Bytes of main memory that this process holds now; where only its peak is told, the peak."""
-    if fields := proc_text("self/statm").split():
-        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of main memory that this process holds now, without pages of files that it maps, which the system
+    may take back; where only its peak is told, the peak."""
+    table = _table("self/status")
+    if "RssAnon" in table:
+        return table["RssAnon"] + table["RssShmem"]
     return peak_memory()
 
 

@@ -48,13 +48,14 @@ class Eager(ClientAlgorithm):
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
-        change = round.scratch[ENDS] - round.scratch[BEGINS]
-        outer = round.outer
+        ends, outer = round.scratch[ENDS], round.outer
         assert outer is not None
+        change = torch.sub(ends, round.scratch[BEGINS], out=update)
         own = momentum = change * outer.share
         if _MOMENTUM in round.kept:
             momentum = torch.add(own, round.kept[_MOMENTUM], alpha=outer.momentum ** _away(round))
-        begins = torch.add(round.vector, own + outer.momentum * momentum, alpha=outer.rate)
+        step = torch.mul(momentum, outer.momentum, out=ends).add_(own)
+        begins = torch.add(round.vector, step, alpha=outer.rate, out=step)
         kept = {_BEGINS: begins, _MOMENTUM: momentum, _ROUND: torch.tensor(round.context.round)}
         return Sent(change, {}, kept)
 

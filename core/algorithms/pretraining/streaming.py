@@ -97,30 +97,32 @@ class Streaming(ClientAlgorithm):
         own = round.kept[_OWN]
         if self._table.overlap and self._went_on(round):
             return own
-        return self._merged(round, own, self._marks(round))
+        return self._merged(round, own.clone(), self._marks(round))
 
     @override
     def end(self, round: ClientRound, update: Tensor, steps: int) -> Sent:
         fragments, marks = self._fragments(round), self._marks(round)
-        sent = torch.zeros_like(update)
-        for place in fragments.places(fragments.due(round.context.round)):
-            sent[place] = update[place]
+        due = fragments.due(round.context.round)
+        for number in range(self._table.fragments):
+            for place in fragments.places(number) if number != due else ():
+                update[place] = 0.0
         own = round.scratch[ENDS]
         if self._table.overlap and self._went_on(round):
             own = self._merged(round, own, marks)
-        return Sent(sent, {}, {_OWN: own, _SEEN: marks, _ROUND: torch.tensor(round.context.round)})
+        return Sent(update, {}, {_OWN: own, _SEEN: marks, _ROUND: torch.tensor(round.context.round)})
 
     @override
     def goes_ahead(self) -> bool:
         return self._table.overlap
 
-    def _merged(self, round: ClientRound, own: Tensor, marks: Tensor) -> Tensor:
-        """θ [d] of `own` and the fragments of R, marked so, that are others than the silo has seen."""
-        fragments, merged = self._fragments(round), own.clone()
+    def _merged(self, round: ClientRound, merged: Tensor, marks: Tensor) -> Tensor:
+        """θ [d] of `merged` and the fragments of R, marked so, that are others than the silo has seen; in its
+        place."""
+        fragments = self._fragments(round)
         share = self._table.mixing if self._went_on(round) else 0.0
         for number in torch.nonzero(marks != round.kept[_SEEN]).flatten().tolist():
             for place in fragments.places(number):
-                merged[place] = torch.lerp(round.vector[place], own[place], share)
+                merged[place] = torch.lerp(round.vector[place], merged[place], share)
         return merged
 
     def _went_on(self, round: ClientRound) -> bool:

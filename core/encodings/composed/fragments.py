@@ -181,7 +181,8 @@ class Fragmented(Encoding):
         number = self.fragments.due(self._known(key))
         parts = [values[place] for place in self.fragments.places(number)]
         yield memoryview(_HEAD.pack(number))
-        yield from self._inner(number).encode(torch.cat(parts) if parts else values[:0], key)
+        whole = parts[0] if len(parts) == 1 else torch.cat([values[:0], *parts])
+        yield from self._inner(number).encode(whole, key)
 
     @override
     def reader(self, source: ByteSource, elements: int, key: StreamKey = NO_KEY) -> VectorReader:
