@@ -132,6 +132,19 @@ def holder_of(name: str, blocks: Sequence[str]) -> str:
     return next((block for block in blocks if name.startswith(f"{block}.")), "")
 
 
+def of_two_types(anatomy: Anatomy, *, whole: bool) -> tuple[Weight, Weight] | None:
+    """Two trained weights that differ in their values' bytes, of one block, or of the rest; `whole`: of the
+    model.
+    """
+    first: dict[str, Weight] = {}
+    for weight in anatomy.weights:
+        if weight.trainable:
+            known = first.setdefault("" if whole else holder_of(weight.name, anatomy.alone), weight)
+            if known.itemsize != weight.itemsize:
+                return known, weight
+    return None
+
+
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """Names of the model's repeated parts: the container of equal modules that holds most parameters."""
     best: tuple[str, ...] = ()

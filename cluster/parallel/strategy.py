@@ -176,8 +176,10 @@ def take_kernels(optimizer: torch.optim.Optimizer) -> None:
         odd = group.get("differentiable") or any(not p.is_floating_point() for p in group["params"])
         if chosen or odd or "foreach" not in group:
             continue
-        # The fused kernel of SGD ends where a parameter's first gradient comes later than another's.
-        fused = type(optimizer) in FUSED and not group.get("momentum")
+        # That of SGD ends where a first gradient comes late, and on CPUs moves few weights of two bytes.
+        halves = any(p.element_size() < 4 and p.device.type == "cpu" for p in group["params"])
+        apart = type(optimizer) is torch.optim.SGD and halves
+        fused = type(optimizer) in FUSED and not group.get("momentum") and not apart
         group["fused"] = True if fused else group.get("fused")
         group["foreach"] = not fused
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from roundtable.client.policy.cluster_table import ClusterTable, StrategyTable
 from roundtable.client.policy.gradient_reduction import parse_reduction
+from roundtable.cluster.parallel.anatomy import of_two_types
 from roundtable.cluster.parallel.pipeline_stages import refuse_cut
 from roundtable.cluster.parallel.shared_batch_norm import own_way, refuse_parts
 from roundtable.cluster.parallel.strategy import (
@@ -341,6 +342,12 @@ def _cannot_shard(probe: ModelProbe, kind: DataParallel, mesh: Mesh) -> str:
         )
     if kind == "zero1" and probe.cannot_share:
         return probe.cannot_share
+    if (kind == "zero1" or kind in _SHARDED) and (two := of_two_types(probe.anatomy, whole=kind == "zero1")):
+        first, other = two
+        return (
+            f"{kind}: {first.name} has {first.itemsize} bytes for each value and {other.name} "
+            f"{other.itemsize}, and what is shared out together is of one type; use ddp, or one type"
+        )
     if probe.cannot_part and (kind in _SHARDED or mesh.tp > 1):
         return f"{kind if kind in _SHARDED else 'tp'}: {probe.cannot_part}"
     if mesh.tp > 1 and probe.tensor_parallel.packed and not probe.by_entry:

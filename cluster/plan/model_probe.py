@@ -85,13 +85,23 @@ def probe_model(
     Raises TaskError with what the task raises, LayoutError for a tensor that no job carries, and
     NotTraceable where it needs values of a model that is too large for this machine's memory.
     """
-    batch = example_batch(data)
+    try:
+        batch = example_batch(data)
+    except RoundtableError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{type(task).__name__}'s training data cannot be read: {in_words(error)}") from error
     told("tracing the model on the first examples")
     (mode, model, traced, varies), cannot_half = _in_some_precision(task, batch, bfloat16)
     carried_state(model)
     anatomy = dissect(model)
     if not any(weight.trainable for weight in anatomy.weights):
         raise TaskError(f"{type(task).__name__}'s model has no parameters to train")
+    if {weight.name for weight in anatomy.weights if weight.trainable} <= {*traced.unused}:
+        raise TaskError(
+            f"{type(task).__name__}'s loss depends on none of the model's parameters: it is detached, or "
+            "computed outside of torch"
+        )
     plan = from_task(task, model, traced) or find_tensor_parallel(model, anatomy, traced, told)
     cost = optimizer_cost(task)
 
@@ -144,7 +154,7 @@ def _in_some_precision(
     except Exception as error:
         if not bfloat16:
             raise TaskError(does_not_run(task, error)) from error
-        said = _in_words(error)
+        said = in_words(error)
     return _in_some_precision(task, batch, False)[0], said
 
 
@@ -234,11 +244,12 @@ def does_not_run(task: Task, error: Exception) -> str:
     """An error of the task's code in a line, with the line of the code that it comes from."""
     return (
         f"{type(task).__name__}'s model or loss does not run on the first training examples: "
-        f"{_in_words(error)}"
+        f"{in_words(error)}"
     )
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
+    """An error of a task's code in a line: its kind, its words, and the line that it comes from."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or list(frames)
     first = (str(error).strip().splitlines() or [""])[0][:200]

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from roundtable.client.policy.cluster_table import ClusterTable, parse_bytes
 from roundtable.client.policy.policy_table import PolicyTable
-from roundtable.client.training.local_training import split_data
 from roundtable.cluster.choice.planner import ClusterPlan, make_plan
 from roundtable.cluster.parallel.forward_trace import unheard
 from roundtable.cluster.plan.device_peaks import known_names, published
@@ -18,10 +17,10 @@ from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.replica_composition import check_replicas
 from roundtable.cluster.plan.resources import Resources, allowed_resources
-from roundtable.cluster.tools.silo_job import load_silo_job, tell_steps
+from roundtable.cluster.tools.silo_job import load_silo_job, open_data, tell_steps
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
-from roundtable.core.task import Site, Task
+from roundtable.core.task import Task
 
 # Of a node that is not this machine, where nothing says how much it has: as in DGX H100.
 HOST = 2 << 40
@@ -94,7 +93,7 @@ def plan_task(
 ) -> ClusterPlan:
     """The plan for a task with the silo's data and the measured links; `told` hears how far it is."""
     told("reading the data")
-    data, _ = split_data(task, Site("plan", options=options))
+    data, _ = open_data(task, "plan", options)
     tell_steps(task, job, data)
     if table.elastic == "replica":
         # Each replica plans for its own devices, and for the whole batch: it may be the only one left.

@@ -17,18 +17,17 @@ from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.streams.readers import make_reader
 from roundtable.client.training.batches import Batch, count_examples, training_batches
 from roundtable.client.training.loaders import collate_of
-from roundtable.client.training.local_training import split_data
 from roundtable.client.training.stream_batches import streamed
 from roundtable.client.worker.executor import choose_device
 from roundtable.cluster.plan.arithmetic import ExampleCost, count_work
 from roundtable.cluster.plan.device_peaks import peak_flops
 from roundtable.cluster.plan.model_probe import does_not_run, example_batch
-from roundtable.cluster.tools.silo_job import load_silo_job, tell_steps
+from roundtable.cluster.tools.silo_job import load_silo_job, open_data, tell_steps
 from roundtable.cluster.train.round_reports import RoundFigures, StepReport, most_memory
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import TaskError
 from roundtable.core.seeds import torch_generator
-from roundtable.core.task import Site, initial_state
+from roundtable.core.task import initial_state
 
 _WARM_UP = 2
 
@@ -66,7 +65,7 @@ def profile_job(
     optimizer = (make(model.parameters()) if make is not None else None) or torch.optim.SGD(
         model.parameters(), lr=job.algorithm.learning_rate
     )
-    data, _ = split_data(task, Site("profile", options=loaded.options))
+    data, _ = open_data(task, "profile", loaded.options)
     tell_steps(task, job, data)
     batches = _batches(data, job, steps + _WARM_UP, device)
 

@@ -17,17 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roundtable.client.training.local_training import split_data
 from roundtable.cluster.parallel.meshes import Meshes
+from roundtable.cluster.plan.arithmetic import count_work
+from roundtable.cluster.plan.device_peaks import peak_flops
 from roundtable.cluster.plan.launch_variables import LaunchVariables
+from roundtable.cluster.plan.model_probe import example_batch
 from roundtable.cluster.plan.resources import find_resources
 from roundtable.cluster.tools.local_ranks import check_world, print_result, run_ranks
 from roundtable.cluster.tools.planning import plan_task
-from roundtable.cluster.tools.silo_job import load_silo_job
+from roundtable.cluster.tools.silo_job import load_silo_job, open_data
 from roundtable.cluster.train.rank_trainer import RankTrainer
-from roundtable.cluster.train.round_reports import RoundProgress, StepReport
+from roundtable.cluster.train.round_reports import RoundFigures, RoundProgress, StepReport
 from roundtable.core.layout import Layout
-from roundtable.core.task import Site, initial_state
+from roundtable.core.task import initial_state
 
 # Two steps warm up, the third is under the profiler.
 _BEFORE = 3
@@ -35,13 +37,17 @@ _BEFORE = 3
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One number of ranks: speed, efficiency against the smallest world, share of time in collectives."""
+    """One number of ranks: speed, efficiency against the smallest world, share of time in collectives.
+
+    `report` is as of a round, of rank 0.
+    """
 
     world: int
     strategy: str
     examples_per_second: float
     efficiency: float
     communication: float
+    report: dict[str, Any]
 
 
 def scaling(
@@ -66,6 +72,7 @@ def scaling(
                 examples_per_second=rate,
                 efficiency=rate / ideal,
                 communication=one["communication"],
+                report=one["report"],
             )
         )
     return points
@@ -81,26 +88,34 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=300))
     reports: list[StepReport] = []
-    trainer, data = _trainer(Path(agent), Path(job_file), overrides, steps, device)
+    trainer, data, memory = _trainer(Path(agent), Path(job_file), overrides, steps, device)
     trainer.fit(trainer.batches(data, 1), 1, RoundProgress(), reports.append)
     if dist.get_rank() == 0:
         timed = reports[_BEFORE:]
         rate = sum(report.examples for report in timed) / sum(report.seconds for report in timed)
-        share = trainer.sampler.share or 0.0
-        result = {"strategy": str(trainer.strategy), "examples_per_second": rate, "communication": share}
+        figures = RoundFigures()
+        for report in timed:
+            figures.add(report)
+        plan = {"plan": str(trainer.strategy), "strategy": trainer.strategy.to_plain()}
+        result = {
+            "strategy": str(trainer.strategy),
+            "examples_per_second": rate,
+            "communication": trainer.sampler.share or 0.0,
+            "report": {**figures.alone(memory), **plan},
+        }
         print_result(result)
     dist.destroy_process_group()
 
 
 def _trainer(
     agent: Path, job_file: Path, overrides: dict[str, Any], steps: int, device: torch.device
-) -> tuple[RankTrainer, Any]:
-    """(this rank's trainer with the task's initial model, the silo's training data)."""
+) -> tuple[RankTrainer, Any, float]:
+    """(this rank's trainer with the task's initial model, the silo's training data, a GPU's bytes or 0)."""
     loaded = load_silo_job(agent, job_file, {**overrides, "algorithm.steps": steps + _BEFORE})
     task, job = loaded.task, loaded.job
     table = loaded.table.model_copy(update={"nodes": 1, "devices": dist.get_world_size()})
     plan = plan_task(task, job, table, find_resources(table), loaded.options)
-    data, _ = split_data(task, Site("profile", options=loaded.options))
+    data, _ = open_data(task, "profile", loaded.options)
     model = initial_state(task, job.seed)
     layout = Layout.of(model)
     trainer = RankTrainer(
@@ -114,7 +129,9 @@ def _trainer(
         tensor_parallel=plan.tensor_parallel,
     )
     trainer.load(layout.flatten(model).clone(), {})
-    return trainer, data
+    trainer.work = count_work(task, example_batch(data))
+    trainer.peak = peak_flops(table, device, plan.strategy.precision)
+    return trainer, data, plan.resources.memory if device.type == "cuda" else 0.0
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ from roundtable.client.policy.config import load_agent_config
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.training.batches import count_examples
 from roundtable.client.training.loaders import drops_last
+from roundtable.client.training.local_training import split_data
 from roundtable.client.training.local_work import steps_of
+from roundtable.cluster.plan.model_probe import in_words
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig, load_job
-from roundtable.core.errors import ConfigError
-from roundtable.core.task import ArrayTask, Task, ToldTask, in_context, load_task
+from roundtable.core.errors import ConfigError, RoundtableError, TaskError
+from roundtable.core.task import ArrayTask, Site, Task, ToldTask, in_context, load_task
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,16 @@ def load_silo_job(
         device=config.device if config else "auto",
         state=config.state if config else None,
     )
+
+
+def open_data(task: Task, name: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The silo's (training, test) data for a site of this name; TaskError with what the task raises."""
+    try:
+        return split_data(task, Site(name, options=options))
+    except RoundtableError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{type(task).__name__}.data() does not run: {in_words(error)}") from error
 
 
 def tell_steps(task: Task, job: JobConfig, data: Any) -> None:

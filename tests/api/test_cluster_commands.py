@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from roundtable.cli.main import run
-from roundtable.cluster.tools import advice
+from roundtable.cluster.tools import advice, scaling
+from roundtable.cluster.tools.scaling import ScalingPoint
+from roundtable.cluster.train.round_reports import RoundFigures, StepReport
 
 TASK = """
 import torch
@@ -93,6 +95,47 @@ def test_worlds_are_numbers(job: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "write numbers of ranks with commas" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            TASK.replace("x = torch.randn", "x = open('gone') or torch.randn"),
+            "Toy.data() does not run: FileNotFoundError",
+        ),
+        (
+            TASK.replace("return (x, x[:, :8]), None", "return Broken(), None")
+            + "class Broken(torch.utils.data.Dataset):\n    __len__ = lambda self: 8\n"
+            + "    __getitem__ = lambda self, row: 1 / 0\n",
+            "Toy's training data cannot be read: ZeroDivisionError: division by zero (toy.py",
+        ),
+        (TASK.replace(".mean()", ".mean().detach()"), "Toy's loss depends on none of the model's parameters"),
+    ],
+)
+def test_what_a_task_gets_wrong_is_a_line(
+    code: str, said: str, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (job.parent / "toy.py").write_text(code)
+    assert run(["client", "plan", str(job), "--world", "2", "--memory", "1GiB"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_speed_over_worlds_ends_with_advice_on_the_largest(
+    job: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = RoundFigures()
+    figures.add(StepReport(1, 1, 8, 0.5, 1.0, 0.1, seconds=1.0, waiting=0.0, memory=1, communicating=0.5))
+    report = {**figures.alone(0.0), "plan": "", "strategy": {}}
+    alone = RoundFigures()
+    alone.add(StepReport(1, 1, 8, 0.5, 1.0, 0.1, seconds=1.0, waiting=0.0, memory=1))
+    quiet = {**alone.alone(0.0), "plan": "", "strategy": {}}
+    points = [ScalingPoint(1, "one", 8.0, 1.0, 0.0, quiet), ScalingPoint(2, "two", 8.0, 0.5, 0.5, report)]
+    monkeypatch.setattr(scaling, "scaling", lambda *arguments: points)
+    assert run(["client", "profile", str(job), "--worlds", "1,2"]) == 0
+    assert "communication: 50% of a step has a collective under way" in capsys.readouterr().out
+    assert run(["client", "profile", str(job), "--worlds", "1,2", "--json"]) == 0
+    assert [len(each["advice"]) for each in json.loads(capsys.readouterr().out)] == [0, 1]
+
+
 @pytest.mark.slow
 def test_speed_over_worlds(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["client", "profile", str(job), "--worlds", "1,2", "--steps", "4", "--json"]) == 0
@@ -101,3 +144,5 @@ def test_speed_over_worlds(job: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (two["world"], two["strategy"]) == (2, "dp2, DDP, micro-batch 8, float32")
     assert two["efficiency"] == pytest.approx(two["examples_per_second"] / one["examples_per_second"] / 2)
     assert 0 < two["communication"] <= 1
+    assert two["report"]["steps"] == 4
+    assert all(each["about"] for each in two["advice"])

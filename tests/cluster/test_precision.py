@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.cluster.agent.cluster_trainer import figures_of
 from roundtable.cluster.choice.planner import ClusterPlan, make_plan
-from roundtable.cluster.parallel.strategy import Strategy
+from roundtable.cluster.parallel.strategy import Strategy, take_kernels
 from roundtable.cluster.plan.model_probe import probe_model
 from roundtable.cluster.plan.precision_choice import rounded_by_half, settled
 from roundtable.cluster.plan.resources import Resources
@@ -112,6 +112,44 @@ def test_a_model_that_does_not_run_in_two_bytes_is_planned_in_four() -> None:
     assert planned(Single(), replace(GPU, gpus="float16")).strategy.precision == "float32"
     with pytest.raises(ConfigError, match="does not run in it"):
         planned(Single(), GPU, "bfloat16")
+
+
+class Mixed(Tabular):
+    """One of its layers has weights of two bytes."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), Cast(8, 8).bfloat16(), nn.Linear(8, 1))
+
+
+class Cast(nn.Linear):
+    """Computes in its own precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, in] → [batch, out]."""
+        return super().forward(x.to(self.weight.dtype)).float()
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
+def test_weights_of_two_types_are_not_shared_out(kind: str) -> None:
+    probe = probe_model(Mixed(), Mixed().data(Site("silo"))[0], device="cpu")
+    cpus = Resources(1, 2, 1 << 30, "cpu")
+    table = ClusterTable.model_validate({"strategy": {"data_parallel": kind}})
+    with pytest.raises(ConfigError, match=rf"{kind}: 0\.weight has 4 bytes for each value and 1\.weight 2"):
+        make_plan(probe, cpus, JOB, table)
+    assert make_plan(probe, cpus, JOB, ClusterTable()).strategy.data_parallel == "ddp"
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"nesterov": True, "momentum": 0.9}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_step_of_sgd_moves_weights_of_any_type(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    start, gradient = torch.randn(5, 7).to(dtype), torch.randn(5, 7).to(dtype)
+    weight, wide = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    weight.grad, wide.grad = gradient.clone(), gradient.float()
+    ours = torch.optim.SGD([weight], lr=0.1, **options)
+    take_kernels(ours)
+    ours.step()
+    torch.optim.SGD([wide], lr=0.1, foreach=False, **options).step()
+    assert torch.allclose(weight.float(), wide, rtol=2**-7, atol=2**-9)
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(0, GROWS_AFTER - 1))

@@ -264,6 +264,7 @@ def _say_advice(advice: list[Hint]) -> None:
 def _scaling(
     agent: Path, job_file: Path, worlds: str, steps: int, as_json: bool, overrides: dict[str, object]
 ) -> None:
+    from roundtable.cluster.tools.advice import advise
     from roundtable.cluster.tools.scaling import scaling
 
     try:
@@ -273,8 +274,10 @@ def _scaling(
     if not numbers or numbers[0] < 1:
         raise click.BadParameter(f"--worlds {worlds!r}: write numbers of ranks with commas, 1,2,4")
     measurements = scaling(agent, job_file, overrides, numbers, steps)
+    advice = [advise(one.report) for one in measurements]
     if as_json:
-        print_json([asdict(one) for one in measurements])
+        pairs = zip(measurements, advice, strict=True)
+        print_json([{**asdict(one), "advice": [asdict(each) for each in said]} for one, said in pairs])
         return
     names = ("ranks", "examples/s", "efficiency", "communication", "strategy")
     rows = [
@@ -288,3 +291,4 @@ def _scaling(
         for one in measurements
     ]
     print_table(names, rows, "")
+    _say_advice(advice[-1])
