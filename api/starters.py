@@ -51,6 +51,12 @@ STARTERS = {
             f"python make_base.py && {_SIMULATE}",
             "roundtable-fl[huggingface]",
         ),
+        (
+            "encoder",
+            "texts, several classes: a BERT that is fine-tuned, over a tiny base that is made here",
+            f"python make_base.py && {_SIMULATE}",
+            "roundtable-fl[huggingface]",
+        ),
         ("script", "a PyTorch script of your own that joins rounds, with real processes", "sh run.sh", ""),
     )
 }

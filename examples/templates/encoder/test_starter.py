@@ -1,0 +1,23 @@
+"""The job learns something, in a simulation: run it with `pytest`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import roundtable as rt
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+HERE = Path(__file__).parent
+
+
+def test_it_learns():
+    if not (HERE / "base").exists():
+        subprocess.run([sys.executable, str(HERE / "make_base.py")], check=True)
+    result = rt.simulate(HERE / "job.toml")
+    first, last = result.history[0], result.history[-1]
+    assert last["loss"] < first["loss"]
+    assert last["accuracy"] > 0.6  # Of three labels.
