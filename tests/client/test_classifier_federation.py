@@ -18,9 +18,12 @@ from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.worker_order import Order
 from roundtable.core import JobConfig, load_task, save_model
+from roundtable.core.algorithms.factors.factor_pairs import factor_pairs
 from roundtable.core.errors import ModelMismatch, TaskError
 from roundtable.core.identity.credentials import issue
 from roundtable.core.initial_model import initial_model
+from roundtable.core.models import Model
+from roundtable.engine.combining import combine
 from roundtable.simulation import simulate
 
 LABELS = ["asleep", "better", "worse"]
@@ -55,6 +58,61 @@ def test_it_learns(folder: Path, algorithm: str, method: str) -> None:
     assert history[-1]["accuracy"] == history[-1]["label_accuracy"]
     assert history[-1]["loss"] < 0.9 * history[0]["loss"]
     assert history[-1]["accuracy"] > 0.6  # Of three labels in equal parts.
+
+
+def oracle(name: str, rows: list[torch.Tensor], shares: list[float], start: Model) -> torch.Tensor:
+    """float64: the factors of each pair as products and whole SVDs have them, the plain mean of all else."""
+    begun, weights = start.vector.double(), torch.tensor(shares, dtype=torch.float64)
+    ends = [begun + row.double() for row in rows]
+    made = sum(weight * end for weight, end in zip(weights, ends, strict=True))
+    assert isinstance(made, torch.Tensor)
+    for pair in factor_pairs(start.layout):
+        own = [tuple(part[0] for part in pair.factors(end[None], 0)) for end in ends]
+        if name == "hetlora":  # Cho et al. 2024, section 3.3.
+            norms = torch.stack([torch.linalg.matrix_norm(up @ down) for down, up in own])
+            down, up = (
+                sum(n * each[k] for n, each in zip(norms / norms.sum(), own, strict=True)) for k in (0, 1)
+            )
+        else:  # Bai et al. 2024, section 3.2; Wang et al. 2024, equations 6 to 9, which keep ΔW.
+            product = sum(weight * up @ down for weight, (down, up) in zip(weights, own, strict=True))
+            if name == "flora":
+                (before,), (after,) = pair.factors(begun[None], 0)
+                product = product + after @ before
+            u, values, vt = torch.linalg.svd(product, full_matrices=False)
+            down, up = vt[: pair.rank], u[:, : pair.rank] * values[: pair.rank]
+            signs = up.gather(0, up.abs().argmax(0, keepdim=True)).sign()
+            down, up = down * signs.T, up * signs
+        made[pair.down], made[pair.up] = down.flatten(), up.flatten()
+    return made
+
+
+@pytest.mark.parametrize("name", ["flora", "flexlora", "hetlora"])
+def test_factors_are_merged_and_the_head_averaged(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rounds of silos of unlike ranks and sizes, whatever the norms of their factors are."""
+    seen: list[tuple[list[torch.Tensor], list[float], torch.Tensor]] = []
+    merged = combine.merged
+
+    def watched(algorithm: Any, pairs: Any, rows: Any, weights: Any, model: Any, vector: Any) -> Any:
+        blocks = torch.cat([block.clone() for _, _, block in rows.matrix.blocks()], 1)
+        examples = [update.examples for update in rows.updates]
+        seen.append((list(blocks), [n / sum(examples) for n in examples], model.clone()))
+        return merged(algorithm, pairs, rows, weights, model, vector)
+
+    monkeypatch.setattr(combine, "merged", watched)
+    steps = {"name": name, "batch_size": 4, "learning_rate": 2e-2, "ranks": {"client-1": 2}}
+    task = {"rank": 4, "targets": "all-linear"}
+    simulation = {"clients": 2, "backend": "sequential", "data": {"file": str(folder / "rows.jsonl")}}
+    simulation |= {"partition": {"name": "dirichlet", "alpha": 1.0}}
+    job = job_of(folder, steps, task=task, rounds=2, seed=5, simulation=simulation)
+    result = simulate(job, folder=folder)
+    start = initial_model(job, load_task(job.task.name, folder, parameters=job.task.parameters))
+    assert len(seen) == 2
+    for number, (rows, shares, begun) in enumerate(seen):
+        after = seen[number + 1][2] if number + 1 < len(seen) else result.model.vector
+        wanted = oracle(name, rows, shares, replace(start, vector=begun))
+        torch.testing.assert_close(after.double(), wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -110,10 +168,12 @@ class Toy(rt.HuggingFaceClassifier):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["fedavg", "flora"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "flora", "flexlora", "hetlora"])
 async def test_a_federation_gives_the_bits_of_its_simulation(folder: Path, algorithm: str) -> None:
     (folder / "toy.py").write_text(TOY)
-    steps = {"name": algorithm, "batch_size": 4, "learning_rate": 5e-3}
+    steps: dict[str, Any] = {"name": algorithm, "batch_size": 4, "learning_rate": 5e-3}
+    if algorithm != "fedavg":
+        steps["ranks"] = {"client-1": 2}
     table = {"task": "toy", "rounds": 2, "cohort": {"size": 2}, "algorithm": steps}
     job = JobConfig.model_validate({**table, "simulation": {"clients": 2, "backend": "sequential"}})
     result = simulate(job, load_task("toy.py", folder), folder=folder)
