@@ -113,6 +113,13 @@ def modules_of_head(model: Any, fresh: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
+def unpublished_pooler(model: Any, published: Iterable[str]) -> list[str]:
+    """The parameters of the model's pooler where the base's files, of these names, have none."""
+    if any(_POOLER in name.split(".") for name in published):
+        return []
+    return [name for name, _ in model.named_parameters() if _POOLER in name.split(".")]
+
+
 def in_float32(model: nn.Module, modules: Iterable[str]) -> None:
     """Makes these modules float32, which may follow others in half precision."""
     for name in modules:

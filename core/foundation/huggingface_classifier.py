@@ -7,6 +7,7 @@ number.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from inspect import signature
@@ -21,7 +22,14 @@ from typing_extensions import override
 from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.extras import load
 from roundtable.core.foundation.base_model import BaseModel, find_base
-from roundtable.core.foundation.classifier_head import ClassifierHead, Inputs, ProblemType
+from roundtable.core.foundation.checkpoint_files import CheckpointTensors
+from roundtable.core.foundation.classifier_head import (
+    ClassifierHead,
+    Inputs,
+    ProblemType,
+    modules_of_head,
+    unpublished_pooler,
+)
 from roundtable.core.foundation.labelled_rows import (
     CONTENT,
     LabelledImages,
@@ -43,6 +51,7 @@ from roundtable.core.task import Dataset, Site
 
 Method = Literal["lora", "ffa_lora", "dora", "ia3", "full"]
 Precision = Literal["float32", "bfloat16", "float16"]
+_log = logging.getLogger(__name__)
 _MOST_COUNTED = 16
 """Classes whose confusion is counted: a family of metrics has 256 cells at most."""
 
@@ -130,14 +139,12 @@ class HuggingFaceClassifier(PretrainedTask):
 
     @override
     def model(self) -> nn.Module:
-        if nn.Linear(1, 1).weight.is_meta:
-            raise TaskError(
-                f"{type(self).__name__} at a silo with [cluster]: which parts of its head are fresh is known "
-                "once the base's weights are read, and ranks make the model without them; train it in the "
-                "one process of an agent without [cluster]"
-            )
-        found = self.pretrained_base
-        if self.inputs == "images":
+        found, images = self.pretrained_base, self.inputs == "images"
+        if nn.Linear(1, 1).weight.is_meta:  # The ranks of a silo's [cluster] read their parts themselves.
+            self._check_ranks()
+            model: Any = found.form()
+            whole = modules_of_head(model, unpublished_pooler(model, CheckpointTensors(found.folder)))
+        elif images:
             blank = self._blank()
             model, whole = found.load_classifier(self.precision)
             check_images(model, blank)
@@ -150,8 +157,17 @@ class HuggingFaceClassifier(PretrainedTask):
             model, whole = found.load_classifier(self.precision)
             check_padding(model, self.length, filler)
         # peft names no type of task for images.
-        kind = None if self.inputs == "images" else "SEQ_CLS"
+        kind = None if images else "SEQ_CLS"
         return self.prepared(model, None if self.method == "full" else self.adapter_config(kind, whole))
+
+    def _check_ranks(self) -> None:
+        """TaskError for what the ranks of a silo's [cluster] would not train as one process does."""
+        if self.precision != "float32":
+            raise TaskError(
+                f'{type(self).__name__} at a silo with [cluster], precision = "{self.precision}": ranks '
+                "share out parameters of one precision, float32, which a head has anyway; train it in the "
+                'one process of an agent without [cluster], or set precision = "float32"'
+            )
 
     def _blank(self) -> Tensor:
         """A grey image as the base's processor makes it: float32 [channels, height, width]."""
@@ -174,7 +190,14 @@ class HuggingFaceClassifier(PretrainedTask):
         def read(path: Path) -> list[LabelledRow]:
             return read_labelled(path, self.labels, content, label, self.inputs, self.problem_type)
 
-        return self._shared_out(site, read, self._parts)
+        training, test = self._shared_out(site, read, self._parts)
+        if len({label for _, label in test}) == 1 < min(len(test), len({label for _, label in training})):
+            _log.warning(
+                "all %d rows that are kept for tests, the last ones, have one label, and others have more: "
+                "shuffle the file, or name a test_file beside it",
+                len(test),
+            )
+        return training, test
 
     def _parts(self, rows: Sequence[LabelledRow]) -> list[int]:
         if self.problem_type != "regression":
@@ -227,8 +250,8 @@ class HuggingFaceClassifier(PretrainedTask):
             seen: Any = model(pixel_values=batch[0].to(_dtype_of(model)))
             return seen.logits.float()  # type: ignore[no-any-return]
         tokens, mask = batch[0], batch[1]
-        # What all rows are filled up with says nothing, and takes time.
-        most = max(1, int(mask.sum(1).max())) if len(mask) else 1
+        # What all rows are filled up with says nothing, and takes time; a trace has no values to count.
+        most = tokens.shape[1] if type(mask) is not Tensor or mask.is_meta else max(1, _longest(mask))
         told = {SEGMENTS: batch[2][:, :most]} if self._segments else {}
         made: Any = model(input_ids=tokens[:, :most], attention_mask=mask[:, :most], **told)
         return made.logits.float()  # type: ignore[no-any-return]
@@ -271,6 +294,10 @@ class HuggingFaceClassifier(PretrainedTask):
         given = not self._segments and looked_up and SEGMENTS in signature(model.forward).parameters
         module = LogitsOf(model, self.takes, (SEGMENTS,) if given else ())
         return Traceable(module, inputs(2, 5), inputs(3, 8), {0: "rows", 1: "tokens"})
+
+
+def _longest(mask: Tensor) -> int:
+    return int(mask.sum(1).max()) if len(mask) else 0
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

@@ -39,7 +39,10 @@ def objects_of(path: Path) -> Iterator[tuple[str, Any]]:
     TaskError for other kinds of files, for one that cannot be read, and for a line that is no JSON.
     """
     if path.suffix not in _OF_OBJECTS:
-        raise TaskError(f"{path.name}: rows are read from .jsonl and .parquet, and this is neither")
+        raise TaskError(
+            f"{path.name}: rows are read from .jsonl and .parquet, and this is neither; pandas.read_csv(FILE)"
+            '.to_json("rows.jsonl", orient="records", lines=True) makes one of a CSV file'
+        )
     try:
         if path.suffix == ".parquet":
             yield from ((f"row {number}", value) for number, value in _rows(path))

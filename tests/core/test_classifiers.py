@@ -205,9 +205,14 @@ def test_labels_are_the_jobs_and_a_row_with_another_is_named(
         task.data(Site("a", options={"file": "rows.csv"}))
 
 
-def test_texts_that_are_longer_are_cut_and_their_last_token_kept(
+def test_texts_that_are_cut_and_tests_of_one_label_are_told(
     bert: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    file = written(
+        tmp_path / "rows.jsonl", [{"text": "x", "label": label} for label in LABELS for _ in "1234"]
+    )
+    task_of(bert, test_share=0.3).data(Site("a", options={"file": str(file)}))
+    assert "all 4 rows that are kept for tests, the last ones, have one label" in caplog.text
     file = written(tmp_path / "rows.jsonl", [{"text": "x" * 40, "label": "worse"}] * 2)
     (tokens, mask, _), _ = task_of(bert, length=8).data(Site("a", options={"file": str(file)}))
     assert int(mask.sum()) == 16
@@ -234,8 +239,6 @@ def test_settings_that_do_not_fit_are_refused(bert: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             task_of(bert, **settings)
-    with torch.device("meta"), pytest.raises(TaskError, match=r"at a silo with \[cluster\]"):
-        task_of(bert).model()
     with pytest.raises(TaskError, match="No modules were targeted"):
         task_of(bert, targets=["classifier"]).model()
 
