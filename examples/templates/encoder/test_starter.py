@@ -1,7 +1,6 @@
 """The job learns something, in a simulation: run it with `pytest`."""
 
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ HERE = Path(__file__).parent
 
 def test_it_learns():
     if not (HERE / "base").exists():
-        subprocess.run([sys.executable, str(HERE / "make_base.py")], check=True)
+        runpy.run_path(str(HERE / "make_base.py"), run_name="__main__")
     result = rt.simulate(HERE / "job.toml")
     first, last = result.history[0], result.history[-1]
     assert last["loss"] < first["loss"]
