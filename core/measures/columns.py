@@ -25,13 +25,16 @@ COLUMNS = frozenset(
         "client_name",
         "model",
         "model_name",
+        "train_loss",
     ]
 )
+_OF_THE_SERVER = "central_"
+"""What a simulation's server measures on test data of its own has names that begin so."""
 
 
 def why_not_a_metric(name: str) -> str | None:
     """Why no metric of a model may have this name; None where one may."""
-    if name not in COLUMNS:
+    if name not in COLUMNS and not name.startswith(_OF_THE_SERVER):
         return None
     return (
         f"{name!r} is a column that tables of results have of their own, which a metric of that name would "

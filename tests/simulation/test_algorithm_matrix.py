@@ -130,5 +130,18 @@ def test_a_cell_runs_where_the_table_says_so(name: str, column: str) -> None:
     assert run(name, column).model.vector.isfinite().all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_cell_gives_the_same_by_each_backend(name: str) -> None:
+    for column in table.COLUMNS:
+        if table.refusal(name, column):
+            continue
+        one = run(name, column).model.vector
+        for backend in ("vectorised", "stacked"):
+            other = run(name, column, backend).model.vector
+            off = float((other - one).abs().max())
+            assert torch.allclose(other, one, rtol=2e-4, atol=2e-5), f"{column}, {backend}: off by {off:.1e}"
+
+
 def test_the_page_shows_the_table() -> None:
     assert table.markdown() in PAGE.read_text(encoding="utf-8"), "run: python tools/algorithm_table.py"

@@ -185,7 +185,7 @@ def test_names_in_a_sentence_are_whole_words() -> None:
     assert checked_names(SITES, 3) == tuple(SITES)
 
 
-@pytest.mark.parametrize("name", ["client", "client_name", "round", "model"])
+@pytest.mark.parametrize("name", ["client_name", "round", "model", "train_loss", "central_loss"])
 def test_no_metric_overwrites_a_column(tmp_path: Path, name: str) -> None:
     """Neither one that a task measures nor one that a job works out of others; and before anything trains."""
 
