@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from roundtable.core.errors import EncodingError, TaskError
 from roundtable.core.extras import load
-from roundtable.core.foundation.checkpoint_files import CheckpointTensors
+from roundtable.core.foundation.checkpoint_files import CheckpointTensors, advice_on_pickles
 from roundtable.core.foundation.classifier_head import (
     ClassifierHead,
     check_loaded,
@@ -286,7 +286,8 @@ class BaseModel:
                 **how,
             )
         except Exception as error:  # The library's own, and those of safetensors, are of any class.
-            raise TaskError(f"base {self.name!r} cannot be loaded: {error}") from error
+            told = f"{error}{advice_on_pickles(self.folder)}"
+            raise TaskError(f"base {self.name!r} cannot be loaded: {told}") from error
         finally:
             transformers.logging.set_verbosity(level)
 

@@ -212,3 +212,12 @@ def _opened(path: Path) -> Any:
         return safetensors.safe_open(str(path), framework="pt")
     except (OSError, SafetensorError) as error:
         raise EncodingError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def advice_on_pickles(folder: Path) -> str:
+    """What to do where a folder has weights as pickles alone, which may run code; empty for others."""
+    if any(folder.glob("*.safetensors")) or not any(folder.glob("*.bin")):
+        return ""
+    return (
+        " Pickles (.bin) are not read: load it elsewhere, and its save_pretrained(FOLDER) writes safetensors"
+    )

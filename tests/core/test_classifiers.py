@@ -119,6 +119,11 @@ def test_an_encoder_that_is_not_whole_is_refused(bert: Path, tmp_path: Path) -> 
         (folder / "config.json").write_text(json.dumps({**told, "num_hidden_layers": int(layers)}))
         with pytest.raises(TaskError, match=said):
             task_of(folder).model()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(
+        TaskError, match=r"Pickles \(\.bin\) are not read: .*save_pretrained\(FOLDER\) writes"
+    ):
+        task_of(folder).model()
 
 
 @pytest.mark.parametrize("kind", ["Roberta", "DistilBert"])
