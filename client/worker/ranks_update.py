@@ -9,6 +9,7 @@ memory holds a few blocks, and pages of files, which the system takes back.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class RanksUpdate:
     def shape(self) -> EncodedUpdate:
         """Makes the update of what ranks have left in `order.plain`, from what they began with."""
         order, layout = self._order, self._start.layout
-        row = _mapped(Path(order.plain), layout.sent.size)
+        row = self._row(Path(order.plain), layout.sent.size)
         # What ranks have kept; what an earlier try at this very step remembered is not gone on from.
         kept = self._state.load(order.job, (order.round, order.attempt))
         local: Mapping[str, Any] = without_memory(kept) or {}
@@ -97,6 +98,15 @@ class RanksUpdate:
         return write_leaving(
             order, self._job, self._algorithm, self._start, self._client, self._state, row, local
         )
+
+    def _row(self, plain: Path, size: int) -> Tensor:
+        """A copy of what ranks have left, which changes: another process may have to begin anew with that."""
+        copy = Path(f"{plain}.row")
+        try:
+            shutil.copyfile(plain, copy)
+        except OSError as error:
+            raise explained(error, copy) from error
+        return _mapped(copy, size)
 
     def _parts(self) -> Iterator[tuple[slice, torch.dtype]]:
         """The model's vector in blocks of one tensor each, with its type in a module."""
