@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from blake3 import blake3
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from roundtable.core.algorithms.known_algorithms import AlgorithmField
+from roundtable.core.algorithms.known_algorithms import AlgorithmField, may_keep_own
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.encodings.assembly import foreign_stages, get_encoding
 from roundtable.core.encodings.composed.common_rank import CommonRank
@@ -28,6 +28,7 @@ from roundtable.core.job_tables.model_table import ModelTable
 from roundtable.core.job_tables.queue_table import QueueTable, ResourcesTable
 from roundtable.core.job_tables.region_table import RegionSumsTable
 from roundtable.core.job_tables.simulation_table import SimulationTable
+from roundtable.core.job_tables.stop_table import StopTable
 from roundtable.core.job_tables.task_table import JobTaskTable, named_task
 from roundtable.core.job_tables.transfer_table import TransferTable
 from roundtable.core.measures.families import MOST_CELLS, expanded
@@ -226,38 +227,6 @@ class EvaluationTable(Table):
         return self.bounds if self.bounds and (round - 1) % self.every == 0 else {}
 
 
-CENTRAL = "central_"
-"""What the names of metrics begin with that a simulation's server measures on test data of its own."""
-
-
-class StopTable(Table):
-    """`[stop]`: reasons to end before the last round."""
-
-    metric: str | None = Field(
-        None,
-        description="metric to watch: one of the task's, or loss; central_NAME is what a simulation's server "
-        "measures on test data of its own",
-    )
-    target: Finite | None = Field(None, description="stop once the metric has reached this")
-    patience: int | None = Field(None, ge=1, description="stop after so many evaluations without improvement")
-    minimum_improvement: Finite = Field(0.0, ge=0, description="what counts as an improvement")
-    larger_is_better: bool | None = Field(
-        None, description="default: false for loss, error, perplexity, mse, mae and the like, else true"
-    )
-    time: Seconds | None = Field(None, gt=0, description="stop after so much time")
-
-    @property
-    def central(self) -> bool:
-        """Whether the metric is one that a simulation's server measures on test data of its own."""
-        return self.metric is not None and self.metric.startswith(CENTRAL)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> StopTable:
-        if self.metric is None and (self.target is not None or self.patience is not None):
-            raise ValueError("target and patience need a metric")
-        return self
-
-
 class TrackingTable(Table):
     """`[tracking]`: where the rounds' figures go beside the job's own history; each needs its extra."""
 
@@ -306,6 +275,15 @@ class JobConfig(Table):
     def _travels_by_the_algorithm(self) -> Self:
         travels = self.transfer.behind(self.algorithm.stage(), self.algorithm.name)
         object.__setattr__(self, "transfer", travels)
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_the_best(self) -> Self:
+        """Early stopping gives the best model, where a model is measured that is the global one alone."""
+        measured = self.evaluation.every != 0 or self.stop.central
+        alone = self.stop.early and measured and not self.model.may_stay
+        kept = self.keep.settled(alone and not may_keep_own(self.algorithm))
+        object.__setattr__(self, "keep", kept)
         return self
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from roundtable.core.config import CENTRAL, StopTable
+from roundtable.core.job_tables.stop_table import CENTRAL, StopTable
 from roundtable.engine.messages import RoundRecord
 from roundtable.engine.metrics import mean, of_model
 from roundtable.engine.stopping import larger_is_better

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from roundtable.core.config import CENTRAL
 from roundtable.core.errors import MODEL_MISMATCH
+from roundtable.core.job_tables.stop_table import CENTRAL
 from roundtable.core.observability.released import IN_THE_LOG, Tells, is_told
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m
@@ -323,7 +323,7 @@ class Phases:
     def _of_the_best(self) -> str:
         """Which model the job gives, where it is not simply its last."""
         if not self._job.keep.best:
-            return ""
+            return "; the model is the last" if self._job.stop.patience else ""
         best, metric = self._state.summary.best, self._job.stop.metric or ""
         return f"; {best.told(metric) if best else f'no round has measured {metric}: the model is the last'}"
 

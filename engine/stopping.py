@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 
-from roundtable.core.config import StopTable
+from roundtable.core.job_tables.stop_table import StopTable
 
 _SMALLER = frozenset(("mae", "mape", "mse", "ece", "nll", "ppl", "brier", "crps", "wer", "cer"))
 """Words in the names of metrics of which the smaller value is the better one."""

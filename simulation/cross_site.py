@@ -11,7 +11,6 @@ from roundtable.core.errors import ConfigError, TaskError
 from roundtable.core.privacy_table import NoPrivacy, masking_of
 from roundtable.core.tensor_spec import DTYPES
 from roundtable.engine.metrics import means, worked_out
-from roundtable.engine.validation.algorithm_composition import keeps_own
 from roundtable.simulation.backend import Backend, Failed, Summing, Work, World
 from roundtable.simulation.backends.sequential import Sequential
 from roundtable.simulation.reporting.cross_table import GLOBAL, CrossTable
@@ -30,7 +29,7 @@ def check_cross_site(world: World) -> None:
             "what noise and masks keep from everybody; leave one of them out"
         )
     staying = (spec for spec in world.layout.tensors if spec.rule == "local")
-    if keeps_own(world.algorithm) or any(DTYPES[spec.dtype].is_floating_point for spec in staying):
+    if world.algorithm.keeps_own() or any(DTYPES[spec.dtype].is_floating_point for spec in staying):
         raise ConfigError(
             f"cross-site evaluation with algorithm {job.algorithm.name!r} and this [model]: clients measure "
             "a model with a part of their own, so a row would not be of one model"

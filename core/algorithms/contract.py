@@ -315,6 +315,11 @@ class ClientAlgorithm:
         """Whether a client evaluates another model than the global one."""
         return cls.before_evaluation is not ClientAlgorithm.before_evaluation
 
+    @classmethod
+    def keeps_own(cls) -> bool:
+        """Whether a client's model is not the global one alone."""
+        return cls.personal() or cls.local_tensors is not ClientAlgorithm.local_tensors
+
 
 @dataclass(frozen=True)
 class ClientShare:

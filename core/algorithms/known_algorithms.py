@@ -140,6 +140,12 @@ def same_layouts(one: AlgorithmTable, other: AlgorithmTable) -> bool:
     return shapes[0] == shapes[1] and all(type(each).local_tensors is plain for each in made)
 
 
+def may_keep_own(table: AlgorithmTable) -> bool:
+    """Whether clients' models may be others than the global one; said of an algorithm in a file, too, whose
+    class not everybody has who reads the job."""
+    return is_file(table.name) or find_algorithm(table.name).keeps_own()
+
+
 def find_algorithm(name: str, folder: Path | None = None) -> type[ClientAlgorithm]:
     """The class of this name. Raises ConfigError where there is none, or where it is none."""
     kind = resolve("algorithm", name, _ALL, ENTRY_POINTS, folder)

@@ -31,3 +31,8 @@ class ModelTable(Table):
     def rules(self) -> LayoutRules:
         """The table as the layout takes it."""
         return LayoutRules(self.buffers, self.integers, self.local, self.drop, self.travel, self.only)
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether floating-point tensors may stay at a silo as a part of its model."""
+        return self.buffers == "local" or bool(self.local)

@@ -92,7 +92,7 @@ def _check_round(job: JobConfig, algorithm: ClientAlgorithm, said: str) -> None:
             f'aggregation.rule = {job.aggregation.rule!r} and {said}: set rule = "mean" without pre'
         )
     private = not isinstance(job.privacy, NoPrivacy)
-    if private and job.evaluation.every and keeps_own(algorithm):
+    if private and job.evaluation.every and algorithm.keeps_own():
         raise PrivacyError(
             f"evaluation.every and {said}: its metrics would be of what stays at a silo, which no noise "
             "protects; set evaluation.every = 0"
@@ -221,12 +221,6 @@ def _passed_over(algorithm: ClientAlgorithm) -> str:
     """What the algorithm does to steps that those of DP-SGD would not look at; "" for nothing."""
     second = type(algorithm).second is not ClientAlgorithm.second
     return algorithm.hooked() or ("resting" if algorithm.rests() else "second" if second else "")
-
-
-def keeps_own(algorithm: ClientAlgorithm) -> bool:
-    """Whether a client's model is not the global one alone."""
-    own = type(algorithm).local_tensors is not ClientAlgorithm.local_tensors
-    return own or type(algorithm).personal()
 
 
 def _check_place(job: JobConfig, said: str, place: AlgorithmPlace) -> None:

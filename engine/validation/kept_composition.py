@@ -7,7 +7,6 @@ from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
 from roundtable.core.layout import Layout
 from roundtable.core.tensor_spec import DTYPES
-from roundtable.engine.validation.algorithm_composition import keeps_own
 
 _KEY = ("keep", "best")
 
@@ -24,7 +23,7 @@ def check_kept(job: JobConfig, algorithm: ClientAlgorithm) -> None:
             "figures are of the silos' models before they are joined",
             key=_KEY,
         )
-    if keeps_own(algorithm):
+    if algorithm.keeps_own():
         raise ConfigError(
             f"keep.best and algorithm {job.algorithm.name!r}: what a silo measures is the model with its "
             "own part, which goes on changing there; no earlier one is kept. Leave keep.best out; "

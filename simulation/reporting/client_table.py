@@ -12,8 +12,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from roundtable.core.config import JobConfig, StopTable
+from roundtable.core.config import JobConfig
 from roundtable.core.foreign_text import printable
+from roundtable.core.job_tables.stop_table import StopTable
 from roundtable.core.paths import AnyPath
 from roundtable.engine.messages import RoundRecord
 from roundtable.engine.metrics import Sums, means, worked_out

@@ -11,9 +11,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from roundtable.core.config import StopTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.foreign_text import printable
+from roundtable.core.job_tables.stop_table import StopTable
 from roundtable.core.paths import AnyPath
 from roundtable.engine.stopping import larger_is_better
 from roundtable.simulation.reporting.notebook import html_table, png_of

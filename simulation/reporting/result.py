@@ -27,8 +27,9 @@ from roundtable.simulation.world.natural_names import NaturalNames
 class Result:
     """A finished run: its rounds, its model, and how it ran.
 
-    model: the last, or with `[keep] best` the best, whose round and metric are in `best`. models: those that
-    are there by round, 0 the initial one: the last, the best, and every so many (`[keep] every`).
+    model: the last, or the best where the job keeps that (`[keep] best`): its round and metric are in `best`.
+    models: those that are there by round, 0 the initial one: the last, the best, and every so many
+    (`[keep] every`).
     cross_site: the model and each client's own on all clients' test data, where that was asked for.
     status and reason: how it ended, in the engine's words. backend: what ran the clients and why.
     names: what clients are called beside their numbers, where the task or the partition names them.

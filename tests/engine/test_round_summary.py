@@ -10,8 +10,9 @@ from engine_driver import Driver, job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundtable.core.config import JobConfig, StopTable, parse_job
+from roundtable.core.config import JobConfig, parse_job
 from roundtable.core.job_tables.keep_table import KeepTable
+from roundtable.core.job_tables.stop_table import StopTable
 from roundtable.engine import messages as m
 from roundtable.engine.round_summary import RoundSummary
 from roundtable.engine.stopping import larger_is_better, stop_reason

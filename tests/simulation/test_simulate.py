@@ -438,7 +438,6 @@ def test_what_does_not_go_together_is_refused_before_round_1(run):
 def test_the_best_and_every_kth_model_are_kept_and_a_resumed_run_keeps_the_same(make_job, run, tmp_path):
     """In memory as on disk: a run that went on ends with what one gave that was never interrupted."""
     settings = {
-        "keep__best": True,
         "keep__every": 2,
         "stop__metric": "loss",
         "stop__patience": 3,
@@ -465,3 +464,8 @@ def test_the_best_and_every_kth_model_are_kept_and_a_resumed_run_keeps_the_same(
     assert torch.equal(open_model(tmp_path / "model.safetensors").vector, whole.model.vector)
     with pytest.raises(KeyError, match=r"round 99 was not kept; kept are those of rounds 0, "):
         whole.models[99]
+    last = run(rounds=9, **settings, keep__best=False)
+    assert (last.best, last.model.metadata["round"]) == (None, str(first + 3))
+    assert last.reason.endswith("has not improved for 3 evaluations; the model is the last")
+    with pytest.raises(ConfigError, match="keep differ"):
+        simulate(make_job(rounds=9, **settings, keep__best=False), folder=HERE, run_dir=tmp_path, resume=True)

@@ -41,6 +41,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     },
     "EvaluationTable": {"bounds": {"accuracy": 1.0, "loss": 20.0}},
     "StopTable": {"metric": "accuracy", "target": 0.95},
+    "KeepTable": {"best": True},
     "TrackingTable": {"tensorboard": "runs/board", "mlflow": "runs/mlflow", "wandb": "hospitals"},
     "QueueTable": {"project": "cardiology", "after": ["pretraining"], "repeat": "0 3 * * *"},
     "ResourcesTable": {

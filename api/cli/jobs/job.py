@@ -214,7 +214,7 @@ def resume(name: str, coordinator: str | None, credentials: Path | None, as_json
 )
 @shard_size_option
 @click.option(
-    "--best", is_flag=True, help="The best model by [stop] metric: the default where [keep] best is set."
+    "--best", is_flag=True, help="The best model by [stop] metric: the default where the job keeps it."
 )
 @click.option("--last", is_flag=True, help="The newest model: the default otherwise.")
 @click.option(

@@ -29,7 +29,6 @@ size = 1
 metric = "loss"
 patience = 4
 [keep]
-best = true
 every = 3
 """
 LOSSES = [0.5, 0.25, 0.75, 0.25, 0.5, 0.75]

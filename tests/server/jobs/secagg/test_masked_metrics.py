@@ -102,7 +102,10 @@ async def test_a_target_is_met_by_the_model_before_the_round(tmp_path: Path) -> 
     stop = '[stop]\nmetric = "accuracy"\ntarget = 0.7\n'
     history, _, reason = await run(tmp_path, stop + text(), rounds=5)
     assert len(history) == 1
-    assert reason == "accuracy before the round reached 0.75; the target was 0.7"
+    assert reason == (
+        "accuracy before the round reached 0.75; the target was 0.7; the best model is that of round 0: "
+        "accuracy 0.75"
+    )
 
 
 async def test_nonsense_is_left_out_or_clipped_and_never_in_the_sum(tmp_path: Path) -> None:
