@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roundtable.core.errors import ResourceError, RoundtableError
+from roundtable.core.errors import ResourceError
 
 _LOOK = 0.05
 
@@ -33,23 +33,28 @@ class PlannedRun:
         return self.folder.with_name(f".{self.name}.outcome")
 
 
+def threads_each(at_once: int) -> int:
+    """The cores of each of so many runs at a time."""
+    return max(1, (os.cpu_count() or 1) // at_once)
+
+
 def run_side_by_side(
     job: Path,
     runs: Sequence[PlannedRun],
     at_once: int,
-    done: Callable[[str, int], None],
+    done: Callable[[PlannedRun, str, bool], None],
     packed: bytes | None = None,
 ) -> None:
-    """Runs all, so many at a time; `done` is told each one's name and rounds.
+    """Runs all, so many at a time; `done` is told of each that has ended, why it failed ("" where it did not
+    say so), and whether it was refused before it began.
 
     `packed` is a task that only this process has, from `pack_task`; without it the job's name of the task
     counts.
-    The cores are divided among them. Where one fails, no more are begun, those that run come to their end,
-    and RoundtableError names it. An interruption stops all: each goes on where it stopped when called again.
+    The cores are divided among them. Where one fails, the others go on. An interruption stops all: each goes
+    on where it stopped when called again.
     """
     left, running = deque(runs), dict[PlannedRun, subprocess.Popen[bytes]]()
-    failed: list[str] = []
-    threads = str(max(1, (os.cpu_count() or 1) // at_once))
+    threads = str(threads_each(at_once))
     try:
         while left or running:
             while left and len(running) < at_once:
@@ -57,24 +62,18 @@ def run_side_by_side(
                 running[planned] = _start(job, planned, threads, packed)
             for planned in [planned for planned, process in running.items() if process.poll() is not None]:
                 said = _outcome(planned, running.pop(planned).returncode)
-                if "rounds" in said:
-                    done(planned.name, said["rounds"])
-                else:
-                    failed.append(f"sweep: run {planned.name}: {said['error']}")
-                    left.clear()
+                done(planned, str(said.get("error", "")), bool(said.get("refused")))
             time.sleep(_LOOK)
     finally:
         for process in running.values():
             process.terminate()
         for process in running.values():
             process.wait()
-    if failed:
-        raise RoundtableError("; ".join(failed))
 
 
 def _start(job: Path, planned: PlannedRun, threads: str, packed: bytes | None) -> subprocess.Popen[bytes]:
-    overrides = {"simulation.workers": int(threads), **planned.overrides}
-    request: dict[str, Any] = {"job": str(job), "overrides": overrides, "folder": str(planned.folder)}
+    request: dict[str, Any] = {"job": str(job), "folder": str(planned.folder)}
+    request["overrides"] = dict(planned.overrides)
     request |= {"outcome": str(planned.outcome), "packed": 0 if packed is None else len(packed)}
     planned.folder.parent.mkdir(parents=True, exist_ok=True)
     planned.outcome.unlink(missing_ok=True)

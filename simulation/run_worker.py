@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from roundtable.core.errors import RoundtableError
+from roundtable.core.errors import ConfigError, RoundtableError
 
 
 def main() -> int:
@@ -24,7 +24,8 @@ def main() -> int:
             request["job"], task, overrides=request["overrides"], run_dir=request["folder"], resume=True
         )
     except RoundtableError as error:
-        Path(request["outcome"]).write_text(json.dumps({"error": str(error)}), encoding="utf-8")
+        said = {"error": str(error), "refused": isinstance(error, ConfigError)}
+        Path(request["outcome"]).write_text(json.dumps(said), encoding="utf-8")
         return 1
     except KeyboardInterrupt:
         # Stopped with its sweep; the run goes on from its last committed round.

@@ -19,7 +19,7 @@ from roundtable.core.privacy_table import NoPrivacy
 from roundtable.core.seeds import numpy_generator
 from roundtable.core.task import AnyTask, ArrayTask, Task
 from roundtable.engine.stopping import larger_is_better
-from roundtable.simulation.reporting.comparison import Comparison, Run, compare, open_run
+from roundtable.simulation.reporting.comparison import Comparison, Run, open_run
 from roundtable.simulation.sweep import Overrides, run_names, sweep
 from roundtable.simulation.world.longer_runs import why_not_to_other_rounds
 
@@ -95,16 +95,17 @@ def halving(
     least: int = 1,
     fixed: Overrides | None = None,
     at_once: int = 1,
-    done: Callable[[str, int], None] | None = None,
+    done: Callable[[Run], None] | None = None,
     rung: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Runs all settings for a few rounds, the best of them for more, and so on to the job's rounds.
 
     Who goes on does so from its last round, to the bits of a run that was never stopped. `metric` is a column
     of the history, compared as `[stop]` states its direction, else by its name; a run that has no finite
-    value comes last. Called again after an interruption it decides alike and runs what is missing. `rung`
-    hears of (trials, rounds) before each. Gives all runs, the best first. Raises ConfigError for a job
-    whose noise or learning rates follow from its rounds, and for a metric that no run has.
+    value comes last, and one that fails goes no further. Called again after an interruption it decides alike
+    and runs what is missing. `rung` hears of (trials, rounds) before each. Gives all runs, the best first,
+    those that failed last. Raises ConfigError for a job whose noise or learning rates follow from its rounds,
+    and for a metric that no run has.
     """
     checked = load_job(job, dict(fixed or {}))
     _check_rounds_matter_not(checked, settings)
@@ -113,13 +114,15 @@ def halving(
     names, place = run_names(settings, width=4), Path(folder)
     left = dict(zip(names, settings, strict=True))
     reached: dict[str, int] = {}
+    failed: dict[str, Run] = {}
     for trials, rounds in steps:
         if rung is not None:
             rung(trials, rounds)
-        left = {name: left[name] for name in _ranked(place, left, reached, metric, checked)[:trials]}
+        whole = [name for name in left if name not in failed]
+        left = {name: left[name] for name in _ranked(place, whole, reached, metric, checked)[:trials]}
         missing = [name for name in left if _rounds_of(place / name) < rounds]
         if missing:
-            sweep(
+            found = sweep(
                 job,
                 [left[name] for name in missing],
                 folder,
@@ -129,14 +132,15 @@ def halving(
                 done=done,
                 names=missing,
             )
+            failed |= {run.name: run for run in found.runs if run.failed}
         reached |= dict.fromkeys(left, rounds)
-    order = sorted(names, key=lambda name: -reached[name])
+    order = sorted((name for name in names if name not in failed), key=lambda name: -reached[name])
     best_first = [
         name
         for rounds in sorted(set(reached.values()), reverse=True)
         for name in _ranked(place, [n for n in order if reached[n] == rounds], reached, metric, checked)
     ]
-    comparison = compare([place / name for name in best_first])
+    comparison = Comparison((*(open_run(place / name) for name in best_first), *failed.values()))
     comparison.to_csv(place / "comparison.csv")
     return comparison
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from roundtable.core.config import load_job
-from roundtable.core.errors import ConfigError
+from roundtable.core.config import JobConfig, load_job
+from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.core.paths import AnyPath
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task, make_task
 from roundtable.simulation.backends.carried_task import pack_task
-from roundtable.simulation.parallel_runs import PlannedRun, run_side_by_side
-from roundtable.simulation.reporting.comparison import Comparison, compare
+from roundtable.simulation.parallel_runs import PlannedRun, run_side_by_side, threads_each
+from roundtable.simulation.reporting.comparison import Comparison, Run, open_run
+from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.progress import Progress
 from roundtable.simulation.simulate import simulate
 from roundtable.simulation.world.simulated_clients import DATA_BUDGET
@@ -43,7 +46,7 @@ def sweep(
     fixed: Overrides | None = None,
     at_once: int = 1,
     progress: Callable[[str, Progress], None] | None = None,
-    done: Callable[[str, int], None] | None = None,
+    done: Callable[[Run], None] | None = None,
     names: Sequence[str] | None = None,
 ) -> Comparison:
     """Runs the job file once for each set of overrides, each in a run directory below `folder`.
@@ -51,9 +54,10 @@ def sweep(
     Called again after an interruption, it goes on where it stopped; runs that are done are not
     repeated. All settings are checked before the first run: ConfigError names the one that is wrong.
     `fixed` are settings of all runs, `names` the folders' names if not those of `run_names`. `progress` gets
-    the run's name and what it says, `done` the name and the rounds of each that has ended. With `at_once`
-    above 1 so many run side by side, each in a process of its own, to the same bits, and `progress` hears
-    nothing; a `task` that is given goes there by cloudpickle. The comparison is also written to `folder`.
+    the run's name and what it says, `done` each run that has ended. A run that fails keeps none of the others
+    from running: the comparison says why, under `failed`. With `at_once` above 1 so many run side by side,
+    each in a process of its own, to the same bits, and `progress` hears nothing; a `task` that is given goes
+    there by cloudpickle. The comparison is also written to `folder`.
     """
     folder = Path(folder)
     if at_once < 1:
@@ -61,29 +65,54 @@ def sweep(
     if not settings:
         raise ConfigError("sweep: nothing to vary; give at least one set of overrides")
     names = run_names(settings) if names is None else list(names)
-    settings = [{**(fixed or {}), **overrides} for overrides in settings]
+    shared = {} if at_once == 1 else {"simulation.workers": threads_each(at_once)}
+    settings = [{**shared, **(fixed or {}), **overrides} for overrides in settings]
+    jobs: dict[str, JobConfig] = {}
     for name, overrides in zip(names, settings, strict=True):
         try:
-            checked = load_job(job, dict(overrides))
+            checked = jobs[name] = load_job(job, dict(overrides))
             if any(key.startswith("task.") for key in overrides):
                 _check_task(checked.task, task, Path(job).resolve().parent)
         except ConfigError as error:
             raise ConfigError(f"sweep: run {name}: {error}") from None
-    ended = done or (lambda name, rounds: None)
+    planned = [PlannedRun(n, o, folder / n) for n, o in zip(names, settings, strict=True)]
+    runs: dict[str, Run] = {}
+
+    def ended(plan: PlannedRun, error: str, refused: bool) -> None:
+        runs[plan.name] = run = _ended(plan, jobs[plan.name], error, refused)
+        if done is not None:
+            done(run)
+
     if at_once > 1:
         packed = None if task is None else _packed(task, DATA_BUDGET // at_once)
-        planned = [PlannedRun(n, o, folder / n) for n, o in zip(names, settings, strict=True)]
         run_side_by_side(Path(job).resolve(), planned, at_once, ended, packed)
     else:
-        for name, overrides in zip(names, settings, strict=True):
-            report = None if progress is None else _named(progress, name)
-            result = simulate(
-                job, task, overrides=dict(overrides), run_dir=folder / name, resume=True, progress=report
-            )
-            ended(name, len(result.history))
-    comparison = compare([folder / name for name in names])
+        for plan in planned:
+            report = None if progress is None else _named(progress, plan.name)
+            failure: RoundtableError | None = None
+            try:
+                simulate(
+                    job,
+                    task,
+                    overrides=dict(plan.overrides),
+                    run_dir=plan.folder,
+                    resume=True,
+                    progress=report,
+                )
+            except RoundtableError as raised:
+                failure = raised
+            ended(plan, str(failure or ""), isinstance(failure, ConfigError))
+    comparison = Comparison(tuple(runs[name] for name in names))
     comparison.to_csv(folder / "comparison.csv")
     return comparison
+
+
+def _ended(plan: PlannedRun, job: JobConfig, error: str, refused: bool) -> Run:
+    """What a run has left. One that was refused has no rounds, whatever its folder holds."""
+    if error and (refused or not (plan.folder / "job.json").exists()):
+        return Run(plan.name, json.loads(job.to_json()), History((), ()), error)
+    run = open_run(plan.folder)
+    return replace(run, failed=error or run.failed)
 
 
 def _packed(task: AnyTask | type[Task] | type[ArrayTask], most: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,14 @@ import click
 from roundtable.cli.shared.options import json_option, parse_value, set_option
 from roundtable.cli.shared.output import interruptible, print_json, print_table, say
 from roundtable.core.errors import ConfigError, ResourceError
+from roundtable.core.foreign_text import printable
 
 if TYPE_CHECKING:
-    from roundtable.simulation import Comparison
+    from roundtable.simulation import Comparison, Run
 
 
+_LONG = 80
+"""Characters of a reason in the table; the whole of it is in a line of its own, and in --json."""
 _RANGE = re.compile(r"(uniform|log|int)\(\s*([^,()\s]+)\s*,\s*([^,()\s]+)\s*\)")
 
 
@@ -110,7 +114,8 @@ def sweep(
 ) -> int:
     """Simulate a job with different settings, and compare.
 
-    Every combination, or with --trials a search. Ctrl-C stops it; the same command goes on with the rounds
+    Every combination, or with --trials a search. A run that fails is told with its reason, keeps none of the
+    others from running, and makes the exit code 1. Ctrl-C stops it; the same command goes on with the rounds
     that are missing, and with more --trials beside those that are done.
     """
     from roundtable.simulation import halving as halve
@@ -121,12 +126,13 @@ def sweep(
     settings = _settings(file, overrides, axes, runs, seeds, trials)
     ended = 0
 
-    def done(name: str, rounds: int) -> None:
+    def done(run: Run) -> None:
         nonlocal ended
         ended += 1
         if not as_json:
             count = "" if halving else f"{ended} of {len(settings)}  "
-            say(f"{count}{name}: {rounds} rounds")
+            rounds = f"{len(run.history)} rounds"
+            say(f"{count}{run.name}: " + (f"failed after {rounds}: {run.failed}" if run.failed else rounds))
 
     def rung(left: int, rounds: int) -> None:
         say(f"{left} of {len(settings)} trials up to round {rounds}", err=as_json)
@@ -149,7 +155,7 @@ def sweep(
             names = run_names(settings, width=4) if trials is not None else None
             comparison = run(file, settings, out, fixed=overrides, at_once=at_once, done=done, names=names)
     _show(comparison, out / "comparison.png", as_json, "seed" if seeds is not None else None)
-    return 0
+    return 1 if comparison.failed else 0
 
 
 @click.command()
@@ -248,16 +254,11 @@ def _show(
         if as_json:
             print_json(found)
         else:
-            columns = list(dict.fromkeys(name for row in found for name in row))
-            print_table(
-                columns, [[_text(row.get(column)) for column in columns] for row in found], "No runs."
-            )
+            _print(list(dict.fromkeys(name for row in found for name in row)), found)
     elif as_json:
         print_json(comparison.rows)
     else:
-        columns = comparison.columns
-        rows = [[_text(row.get(column)) for column in columns] for row in comparison.rows]
-        print_table(columns, rows, "No runs.")
+        _print(comparison.columns, comparison.rows)
     if plot is None:
         return
     try:
@@ -266,7 +267,15 @@ def _show(
         say(f"No plot: {error}", err=True)
 
 
+def _print(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    print_table(columns, [[_text(row.get(column)) for column in columns] for row in rows], "No runs.")
+
+
 def _text(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return len(value)
+    if isinstance(value, str):
+        return printable(value.partition("\n")[0], _LONG)
     if isinstance(value, tuple):
         mean, spread = value
         return f"{mean:.4g}" if not spread else f"{mean:.4g} ± {spread:.2g}"

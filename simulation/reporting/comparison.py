@@ -17,20 +17,29 @@ from roundtable.engine import record_from_plain
 from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.notebook import html_table, picture, png_of
 from roundtable.simulation.reporting.plots import COUNTS, curves
+from roundtable.simulation.reporting.run_directory import why_stopped
+
+_FAILED = "failed"
+"""The column of reasons."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory holds. `job` is the whole configuration as plain values."""
+    """What a run directory holds. `job` is the whole configuration as plain values.
+
+    failed: why the run stopped before its end; "" where it did not.
+    """
 
     name: str
     job: Mapping[str, Any]
     history: History
+    failed: str = ""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs as rows: the settings in which they differ, then rounds, seconds, the last of each metric."""
+    """Runs as rows: the settings in which they differ, then rounds, seconds, the last of each metric, and why
+    one failed, where some have."""
 
     runs: tuple[Run, ...]
 
@@ -47,7 +56,13 @@ class Comparison:
         metrics = dict.fromkeys(
             name for run in self.runs for name in run.history.columns if name not in COUNTS
         )
-        return list(dict.fromkeys(("run", *self.settings, "rounds", "seconds", *metrics)))
+        why = [_FAILED] if self.failed else []
+        return list(dict.fromkeys(("run", *self.settings, "rounds", "seconds", *metrics, *why)))
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Why runs stopped before their end, by the name of each that did."""
+        return {run.name: run.failed for run in self.runs if run.failed}
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -67,14 +82,14 @@ class Comparison:
     def over(self, key: str = "seed") -> list[dict[str, Any]]:
         """One row for each setting but `key`: how many runs have it, and (mean, deviation) of each metric.
 
-        The deviation is that of a sample, over n − 1; None for a single run. Raises ConfigError where no two
-        runs differ in `key`.
+        The deviation is that of a sample, over n − 1; None for a single run. Runs that failed are counted and
+        named under `failed`, and in no mean. Raises ConfigError where no two runs differ in `key`.
         """
         return [self._summary(settings, runs) for settings, runs in self._over(key)]
 
     def by(self, *keys: str) -> list[dict[str, Any]]:
         """One row for each of the values that these keys have together, whatever else varies: how many runs
-        have them, and (mean, deviation) of each metric.
+        have them, and (mean, deviation) of each metric, of those that have not failed.
 
         Raises ConfigError where no two runs differ in one of the keys.
         """
@@ -122,20 +137,22 @@ class Comparison:
     def _summary(self, settings: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
         row: dict[str, Any] = {**settings, "runs": len(runs)}
         for name in self.columns:
-            if name in (*self.settings, "run", "seconds"):
+            if name in (*self.settings, "run", "seconds", _FAILED):
                 continue
-            found = [value for run in runs if isinstance(value := self._row(run).get(name), int | float)]
+            told = (self._row(run).get(name) for run in runs if not run.failed)
+            found = [value for value in told if isinstance(value, int | float)]
             if found:
                 spread = statistics.stdev(found) if len(found) > 1 else None
                 row[name] = (statistics.fmean(found), spread)
-        return row
+        failed = {run.name: run.failed for run in runs if run.failed}
+        return row | ({_FAILED: failed} if failed else {})
 
     def _row(self, run: Run) -> dict[str, Any]:
         settings, history = flat(run.job), run.history
         seconds = [value for value in history.seconds if value is not None]
         row: dict[str, Any] = {"run": run.name, **{key: settings.get(key) for key in self.settings}}
-        row |= {"rounds": len(history), "seconds": sum(seconds)}
-        return row | {name: _last(history, name) for name in self.columns if name not in row}
+        row |= {"rounds": len(history), "seconds": sum(seconds), _FAILED: run.failed or None}
+        return {name: row[name] if name in row else _last(history, name) for name in self.columns}
 
 
 def open_run(path: AnyPath) -> Run:
@@ -147,7 +164,7 @@ def open_run(path: AnyPath) -> Run:
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         rows = [json.loads(line) for line in lines]
         records = tuple(record_from_plain(row["record"]) for row in rows)
-        return Run(path.name, job, History(records, tuple(row["seconds"] for row in rows)))
+        return Run(path.name, job, History(records, tuple(row["seconds"] for row in rows)), why_stopped(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{path} holds no run that can be read: {error}") from error
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ConfigError, StorageError
+from roundtable.core.errors import ConfigError, RoundtableError, StorageError
 from roundtable.core.machine.file_locks import lock_file
 from roundtable.core.models import Model, model_blocks, open_model
 from roundtable.engine import Best, ServerState, record_from_plain, record_to_plain
@@ -38,6 +38,7 @@ from roundtable.simulation.world.natural_names import NaturalNames, checked_name
 
 _MAY_DIFFER = {"rounds", "name", "tracking"}
 _MAY_DIFFER_IN_SIMULATION = {"backend", "workers", "device", "masking"}
+_STOPPED = {"job_paused", "job_cancelled", "job_failed"}
 QUIET = {"update_received", "update_ready"}
 """Events of which there is one for each update: nobody is told of them one by one."""
 
@@ -71,6 +72,8 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, RoundtableError):
+            self.note(Note("job_failed", str(error)), 0.0, NaturalNames())
         self._events.close()
         self._lock.close()
 
@@ -216,6 +219,26 @@ def committed_rounds(folder: Path) -> list[RoundRecord]:
         return [record_from_plain(json.loads(line)["record"]) for line in lines]
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def why_stopped(folder: Path) -> str:
+    """Why the run of this folder stopped before its end, as its events tell; "" where it did not, or has gone
+    on since."""
+    try:
+        lines = (folder / "events.jsonl").read_bytes().splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+            kind, message = str(event["kind"]), str(event["message"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if kind in _STOPPED:
+            return message
+        if kind.startswith(("job_", "round_")):
+            return ""
+    return ""
 
 
 def _check_same_job(file: Path, job: JobConfig) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from roundtable.cli.main import run as run_command
 from roundtable.core import load_task
-from roundtable.core.errors import ConfigError, RoundtableError, StorageError
+from roundtable.core.errors import ConfigError, StorageError
 from roundtable.simulation import ValueRange, compare, draw, grid, halving, sweep
 from roundtable.simulation.settings_search import rungs
 
@@ -124,10 +124,53 @@ def test_runs_side_by_side_give_the_same_and_show_mean_and_deviation(job_file, t
         one.over("rounds")
 
 
-def test_a_run_that_fails_beside_others_is_named(job_file, tmp_path):
+def test_a_run_that_fails_is_told_with_its_reason_and_the_others_go_on(job_file, tmp_path, capsys):
+    """One pauses, one is refused before round 1, one goes through; side by side, and taken up in turn."""
+    out = tmp_path / "out"
+    (tmp_path / "runs.toml").write_text(
+        '[[run]]\n"cohort.size" = 3\n"simulation.dropouts" = { crash_training = 1.0 }\n'
+        '[[run]]\n"cohort.size" = 9\n[[run]]\n"cohort.size" = 4\n'
+    )
+    asked = ["sweep", str(job_file), "--runs", str(tmp_path / "runs.toml"), "--out", str(out)]
+    assert run_command([*asked, "--json", "--jobs", "3"]) == 1
+    paused, refused, done = json.loads(capsys.readouterr().out)
+    assert (paused["rounds"], refused["rounds"], done["rounds"]) == (0, 0, 2)
+    assert "round 1 failed" in paused["failed"]
+    assert "cohort.size = 9 asks for more clients" in refused["failed"]
+    assert (done["failed"], done["accuracy"] > 0, "simulation.workers" in done) == (None, True, False)
+    assert run_command(asked) == 1
+    said = capsys.readouterr().out
+    assert "1-size=3,dropouts=_crash_training_1.0: failed after 0 rounds: round 1 failed" in said
+    assert said.splitlines()[-3].split()[0].startswith("1-size=3")
+    assert "round 1 failed" in said.splitlines()[-3]
+    left = sorted(str(path) for path in out.iterdir() if path.is_dir())
+    assert run_command(["compare", *left, "--json"]) == 0
+    assert [bool(row["failed"]) for row in json.loads(capsys.readouterr().out)] == [True, False]
+
+
+def test_a_failed_run_is_in_no_mean_and_goes_no_further_in_a_search(job_file, tmp_path):
+    broken = {"simulation.dropouts": {"crash_training": 1.0}}
+    settings = [{"seed": 1}, {"seed": 2}, {"seed": 3, **broken}]
+    heard = []
+    found = sweep(job_file, settings, tmp_path / "out", done=heard.append)
+    assert [run.failed == "" for run in heard] == [True, True, False]
+    (row,) = found.by()
+    assert (row["runs"], list(row["failed"])) == (3, [heard[2].name])
+    assert row["loss"][0] == pytest.approx(statistics.fmean(run.history[-1]["loss"] for run in heard[:2]))
+    rates = [{"algorithm.learning_rate": rate} for rate in (0.3, 0.03)]
+    trials = [{**broken, "algorithm.learning_rate": 0.1}, *rates]
+    searched = halving(job_file, trials, tmp_path / "search", "loss", eta=2, fixed={"rounds": 2})
+    assert [len(run.history) for run in searched.runs] == [2, 1, 0]
+    assert list(searched.failed) == [searched.runs[2].name]
+    none = halving(job_file, [{**broken, **rate} for rate in rates], tmp_path / "none", "loss", eta=2)
+    assert len(none.failed) == 2
+
+
+def test_a_task_that_cannot_be_read_leaves_no_folder_and_is_named(job_file, tmp_path):
     (tmp_path / "worlds.py").write_text("raise ValueError('broken')")
-    with pytest.raises(RoundtableError, match=r"sweep: run 1-size=2: .*broken"):
-        sweep(job_file, [{"cohort.size": 2}, {"cohort.size": 4}], tmp_path / "out", at_once=2)
+    found = sweep(job_file, [{"cohort.size": 2}, {"cohort.size": 4}], tmp_path / "out", at_once=2)
+    assert all("broken" in why for why in found.failed.values())
+    assert [run.job["cohort"]["size"] for run in found.runs] == [2, 4]
 
 
 def test_a_task_that_only_this_process_has_goes_to_runs_side_by_side(job_file, tmp_path):
@@ -201,8 +244,8 @@ def test_halving_goes_on_with_the_best_and_decides_alike_when_called_again(job_f
     went_on = {run.name[5:] for run in found.runs if len(run.history) > 1}
     assert went_on == {run.name[2:] for run in by_first[:2]}
 
-    def nothing(name, rounds):
-        raise AssertionError(f"{name} ran again")
+    def nothing(run):
+        raise AssertionError(f"{run.name} ran again")
 
     again = halving(job_file, rates, tmp_path / "one", "accuracy", eta=2, fixed={"rounds": 4}, done=nothing)
     assert [run.name for run in again.runs] == [run.name for run in found.runs]
