@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from roundtable.simulation.world.tables_check import check_tables
 
 
 def first_oddities(world: World, partition: SeededPartition) -> list[Oddity]:
-    """What is odd about the first client that has examples; `partition` is the job's, and knows its splits.
+    """What is odd about the first client that could train, and why those fail that were tried before it;
+    `partition` is the job's, and knows its splits.
 
     Raises ConfigError as `check_split`, TaskError with the task's traceback where its model, loss or metrics
     fail at each client that is tried. Data that do not open are their client's failure, in its round.
@@ -36,17 +38,22 @@ def first_oddities(world: World, partition: SeededPartition) -> list[Oddity]:
         trial = try_client(world, index, partition)
         if trial.act == "data" and trial.error is not None:
             continue
-        tried.append(trial)
         if not _fails(world, trial):
-            return oddities(trial, world.job)
+            return [*(_failure(each, world.job) for each in tried), *oddities(trial, world.job)]
+        tried.append(trial)
     if not tried:
         return []
     first = tried[0]
     assert first.error is not None
-    said = oddities(first, world.job)[0].says
     where = f"each of the {len(tried)} clients that were tried" if len(tried) > 1 else first.client
-    why = f"{first.client}: {said}\n{foreign_trace(first.error)}".rstrip()
+    why = f"{_failure(first, world.job).says}\n{foreign_trace(first.error)}".rstrip()
     raise TaskError(f"{nothing_done(world.job)} fails at {where}. {why}")
+
+
+def _failure(trial: Trial, job: JobConfig) -> Oddity:
+    """Why a client's trial failed, with the client's name."""
+    gravest = oddities(trial, job)[0]
+    return replace(gravest, says=f"{trial.client}: {gravest.says}")
 
 
 def nothing_done(job: JobConfig) -> str:

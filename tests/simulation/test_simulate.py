@@ -172,6 +172,20 @@ def test_what_is_odd_of_a_task_is_said_before_the_first_round(make_job, tmp_path
     assert not [event for event in resumed if event.note is not None and event.note.kind == "odd_task"]
 
 
+def test_the_labels_of_a_client_that_fails_are_told_where_another_one_passes(make_job):
+    class Unequal(Perceptron):
+        def data(self, site):
+            (inputs, labels), test = super().data(site)
+            return (inputs, labels + 2 if site.index == 0 else labels), test
+
+    heard = []
+    simulate(make_job(rounds=1, cohort__minimum=1), Unequal(), progress=heard.append)
+    odd = [event.note.message for event in heard if event.note is not None and event.note.kind == "odd_task"]
+    assert odd[0].startswith("warning: client-0: loss() does not take a batch: IndexError: ")
+    assert "labels of this batch run from 2 to 4, and the model gives 3 scores: labels must be" in odd[0]
+    assert odd[0].endswith("; subtract 2 from them in data()")
+
+
 def test_more_clients_a_round_than_exist_are_refused(run):
     with pytest.raises(
         ConfigError, match=r"cohort\.size = 9 asks for more clients .* simulation\.clients = 8"
