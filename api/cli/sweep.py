@@ -249,6 +249,9 @@ def _listed(path: Path) -> list[dict[str, Any]]:
 def _show(
     comparison: Comparison, plot: Path | None, as_json: bool, over: str | None, by: tuple[str, ...] = ()
 ) -> None:
+    for run in comparison.runs:
+        if run.left_out:
+            say(f"{run.name}: {run.left_out}", err=True)
     if over is not None or by:
         found = comparison.by(*by) if over is None else comparison.over(over)
         if as_json:

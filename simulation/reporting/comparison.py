@@ -17,7 +17,7 @@ from roundtable.engine import record_from_plain
 from roundtable.simulation.reporting.history import History
 from roundtable.simulation.reporting.notebook import html_table, picture, png_of
 from roundtable.simulation.reporting.plots import COUNTS, curves
-from roundtable.simulation.reporting.run_directory import why_stopped
+from roundtable.simulation.reporting.run_directory import whole_rounds, why_stopped
 
 _FAILED = "failed"
 """The column of reasons."""
@@ -27,13 +27,15 @@ _FAILED = "failed"
 class Run:
     """What a run directory holds. `job` is the whole configuration as plain values.
 
-    failed: why the run stopped before its end; "" where it did not.
+    failed: why the run stopped before its end; "" where it did not. left_out: what of its history is not
+    told of, as a kill tore it or it was never committed; "" for nothing.
     """
 
     name: str
     job: Mapping[str, Any]
     history: History
     failed: str = ""
+    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -156,15 +158,18 @@ class Comparison:
 
 
 def open_run(path: AnyPath) -> Run:
-    """The run in a run directory, finished or not. Raises StorageError where there is none."""
+    """The run in a run directory, finished or not: the rounds from which it would be resumed.
+
+    Raises StorageError where there is none.
+    """
     path = Path(path)
     try:
         job = json.loads((path / "job.json").read_text(encoding="utf-8"))
-        file = path / "history.jsonl"
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        lines, left_out = whole_rounds(path)
         rows = [json.loads(line) for line in lines]
         records = tuple(record_from_plain(row["record"]) for row in rows)
-        return Run(path.name, job, History(records, tuple(row["seconds"] for row in rows)), why_stopped(path))
+        history = History(records, tuple(row["seconds"] for row in rows))
+        return Run(path.name, job, history, why_stopped(path), left_out)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{path} holds no run that can be read: {error}") from error
 

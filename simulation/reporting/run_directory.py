@@ -214,11 +214,32 @@ def committed_rounds(folder: Path) -> list[RoundRecord]:
     Whether the run can be resumed, `RunDirectory.last` finds out.
     """
     try:
-        number = json.loads((folder / "state" / "checkpoint.json").read_text(encoding="utf-8"))["round"]
-        lines = (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()[:number]
-        return [record_from_plain(json.loads(line)["record"]) for line in lines]
+        return [record_from_plain(json.loads(line)["record"]) for line in whole_rounds(folder)[0]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def whole_rounds(folder: Path) -> tuple[list[bytes], str]:
+    """The lines of a run's history from which it would be resumed; and in words what else is there.
+
+    A kill between history and checkpoint leaves a line too many, which may be torn. Where the folder `state`
+    was removed, all lines count that are whole. Raises OSError, ValueError or KeyError for a checkpoint
+    that cannot be read.
+    """
+    state, file = folder / "state", folder / "history.jsonl"
+    committed = None
+    if state.is_dir():
+        checkpoint = state / "checkpoint.json"
+        committed = json.loads(checkpoint.read_text("utf-8"))["round"] if checkpoint.exists() else 0
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    if committed is None:
+        committed = len(lines) - (bool(lines) and not lines[-1].endswith(b"\n"))
+    if len(lines) <= committed:
+        return lines, ""
+    what = (
+        f"line {committed + 1}" if len(lines) == committed + 1 else f"lines {committed + 1} to {len(lines)}"
+    )
+    return lines[:committed], f"{what} of {file} left out: the run stopped before that round was committed"
 
 
 def why_stopped(folder: Path) -> str:

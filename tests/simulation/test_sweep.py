@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
 from pathlib import Path
 
@@ -80,6 +81,33 @@ def test_parameters_of_the_task_can_be_swept(job_file, tmp_path):
 def test_a_folder_without_a_run_is_named(tmp_path):
     with pytest.raises(StorageError, match="holds no run"):
         compare([tmp_path])
+
+
+def test_a_round_that_a_kill_tore_is_left_out_as_resuming_does(job_file, tmp_path, capsys):
+    whole = sweep(job_file, [{"rounds": 3}], tmp_path / "whole").runs[0].history.records
+    out = tmp_path / "out"
+    sweep(job_file, [{"seed": 0}, {"seed": 1}], out)
+    torn = out / "1-seed=0"
+    history = torn / "history.jsonl"
+    lines = history.read_bytes().splitlines(keepends=True)
+    history.write_bytes(b"".join(lines) + lines[1][: len(lines[1]) // 2])
+    assert run_command(["compare", str(torn), str(out / "2-seed=1"), "--json"]) == 0
+    said = capsys.readouterr()
+    assert [row["rounds"] for row in json.loads(said.out)] == [2, 2]
+    assert said.err.startswith(f"1-seed=0: line 3 of {history} left out: ")
+    rates = [{"seed": 0}, {"seed": 1}]
+    place = tmp_path / "search"
+    (first, _) = halving(job_file, rates, place, "loss", eta=2, fixed={"rounds": 2}).runs
+    (place / first.name / "history.jsonl").open("ab").write(b'{"record": {"rou')
+    again = halving(job_file, rates, place, "loss", eta=2, fixed={"rounds": 3}).runs
+    assert (again[0].name, len(again[0].history), again[0].left_out) == (first.name, 3, "")
+    if first.name.endswith("seed=0"):
+        assert again[0].history.records == whole
+    history.write_bytes(lines[0] + lines[1][:99])
+    with pytest.raises(StorageError, match="holds no run that can be read"):
+        compare([torn])
+    shutil.rmtree(torn / "state")
+    assert len(compare([torn]).runs[0].history) == 1
 
 
 def test_the_commands(job_file, tmp_path, capsys):
