@@ -110,13 +110,20 @@ class HetLora(RankedAlgorithm):
 
 
 class HetLoraServer(RankedServer):
-    """The mean by ‖B_k A_k‖ of each pair (section 3.3); by the clients' shares where all norms are zero."""
+    """The mean by ‖B_k A_k‖ of each pair (section 3.3); by the clients' shares where all norms are zero.
+
+    Where no client of the round has a row of A, as in a cohort of small ranks, A goes on with the row that
+    the round began with: beside B's zeros the product is the same, and with zeros in both no later client of
+    a larger rank would have a gradient there.
+    """
 
     @override
     def merged(self, factors: FactorRows, exact: Product) -> tuple[Tensor, Tensor]:
         norms = _norms(factors)
         shares = norms / norms.sum() if norms.sum() > 0 else factors.shares
-        return torch.tensordot(shares, factors.downs, 1), torch.tensordot(shares, factors.ups, 1)
+        down, up = torch.tensordot(shares, factors.downs, 1), torch.tensordot(shares, factors.ups, 1)
+        absent = ~(factors.downs != 0).any(2).any(0) & ~(up != 0).any(0)
+        return torch.where(absent[:, None], factors.down, down), up
 
 
 def _norms(factors: FactorRows) -> Tensor:

@@ -240,6 +240,22 @@ def test_what_hides_or_rounds_single_factors_is_refused(tables: dict[str, Any], 
         merged(random_states(1, 4), [1] * 4, **tables)
 
 
+def test_a_row_that_no_client_of_a_round_has_can_still_learn_in_a_later_one() -> None:
+    """HetLoRA, a round of clients of rank 1: B is zero behind it, A as before, the product the same."""
+    begin, *states = random_states(1, 4)
+    for state in states:
+        for name, value in state.items():
+            if "lora_A" in name:
+                value[1:] = 0
+            elif "lora_B" in name:
+                value[:, 1:] = 0
+    made, _ = merged(states, [1] * 3, Layout.of(begin).flatten(begin), algorithm={"name": "hetlora"}, **EXACT)
+    for layer in "ab":
+        down, up = f"{layer}.lora_A.default.weight", f"{layer}.lora_B.default.weight"
+        assert not made[up][:, 1:].any()
+        assert torch.equal(made[down][1:], begin[down][1:])
+
+
 def test_a_model_without_pairs_is_refused() -> None:
     with pytest.raises(ConfigError, match="lora_A, lora_B"):
         merged([{"head.weight": torch.ones(2, 2)}] * 2, [1] * 2, algorithm={"name": "hetlora"})
