@@ -6,6 +6,7 @@ from roundtable.client.analysis_task import AnalysisTask
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
+from roundtable.core.foundation.pretrained_task import PretrainedTask
 from roundtable.core.layout import Layout
 from roundtable.core.task import AnyTask, ArrayTask, Task, told
 
@@ -49,7 +50,16 @@ def check_task_with(algorithm: ClientAlgorithm, task: AnyTask, layout: Layout) -
 
 
 def _check_own_optimizer(table: AlgorithmTable, task: Task) -> None:
-    """Refuses what the job says of SGD where nobody would look at it."""
+    """Refuses what the job says of SGD where nobody would look at it, and a learning rate that is that of SGD
+    for want of another."""
+    if isinstance(task, PretrainedTask) and "learning_rate" not in table.model_fields_set:
+        usual = type(table).model_fields["learning_rate"].default
+        raise ConfigError(
+            f"algorithm.learning_rate is not set: its default, {usual}, is one of SGD, and AdamW at that "
+            f"rate spoils a pretrained model; {type(task).__name__} wants one near 2e-4 for adapters, 2e-5 "
+            "for all weights",
+            key=("algorithm", "learning_rate"),
+        )
     ignored = ["momentum", "weight_decay"] if "optimizer" in told(task) else [*_OF_SGD]
     for key in ignored:
         value, usual = getattr(table, key), type(table).model_fields[key].default
