@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from roundtable.cli.shared.options import json_option, parse_value, set_option
-from roundtable.cli.shared.output import interruptible, print_json, print_table, say
+from roundtable.cli.shared.output import brief, interruptible, print_json, print_table, say
 from roundtable.core.errors import ConfigError, ResourceError
-from roundtable.core.foreign_text import printable
 
 if TYPE_CHECKING:
     from roundtable.simulation import Comparison, Run
 
 
-_LONG = 80
-"""Characters of a reason in the table; the whole of it is in a line of its own, and in --json."""
 _RANGE = re.compile(r"(uniform|log|int)\(\s*([^,()\s]+)\s*,\s*([^,()\s]+)\s*\)")
 
 
@@ -271,6 +268,10 @@ def _show(
 
 
 def _print(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """For people: what travelled is in --json and in comparison.csv."""
+    from roundtable.simulation.reporting.plots import TRAVELLED
+
+    columns = [name for name in columns if name not in (*TRAVELLED, "communication")]
     print_table(columns, [[_text(row.get(column)) for column in columns] for row in rows], "No runs.")
 
 
@@ -278,7 +279,7 @@ def _text(value: Any) -> Any:
     if isinstance(value, Mapping):
         return len(value)
     if isinstance(value, str):
-        return printable(value.partition("\n")[0], _LONG)
+        return brief(value)
     if isinstance(value, tuple):
         mean, spread = value
         return f"{mean:.4g}" if not spread else f"{mean:.4g} ± {spread:.2g}"

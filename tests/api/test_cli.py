@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -14,9 +17,10 @@ import pytest
 from click.testing import CliRunner
 
 from roundtable.cli.jobs.job_view import in_one_line
-from roundtable.cli.main import cli
+from roundtable.cli.main import cli, run
 from roundtable.core import load_job, parse_job
 from roundtable.core.evidence.release import release
+from roundtable.proto import operator_pb2
 
 Command = Any
 ROOT = Path(__file__).resolve().parents[2]
@@ -393,3 +397,29 @@ def test_privacy_plan_compares_before_anything_runs() -> None:
     values = json.loads(found.stdout)
     assert values["rows"][-1]["round"] == 20
     assert any(each["name"].startswith("DP-FTRL") for each in values["alternatives"])
+
+
+def test_a_table_of_jobs_fits_a_terminal_and_json_has_the_whole_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = f"round 1 failed 4 times; the last reason: {'no silo answered; ' * 20}"
+    jobs = [
+        operator_pb2.Job(id="J-20260101-abcdef", name="heart", status="paused", reason=reason, rounds=9),
+        operator_pb2.Job(
+            id="J-20260102-abcdef", name="digits", status="finished", reason="all rounds", rounds=2
+        ),
+    ]
+    told = SimpleNamespace(jobs=lambda: jobs)
+    monkeypatch.setattr("roundtable.cli.jobs.job.connect", lambda *_: nullcontext(told))
+    assert run(["job", "list"]) == 0
+    _, paused, finished = capsys.readouterr().out.splitlines()
+    assert paused.endswith("round 1 failed 4 times; the last reason: no silo answered;…")
+    assert finished.endswith("all rounds"), "no blanks up to the longest line"
+    assert run(["job", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["reason"] == reason
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["job", "list"]) == 0
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "J-20260101" in shown

@@ -32,6 +32,7 @@ from roundtable.cli.shared.options import connect, connection_options, json_opti
 from roundtable.cli.shared.output import (
     ago,
     as_dict,
+    brief,
     interruptible,
     print_json,
     print_table,
@@ -99,7 +100,7 @@ def list_jobs(coordinator: str | None, credentials: Path | None, as_json: bool) 
             f"{each.rounds_done}/{each.rounds}",
             ago(each.submitted),
             each.submitter,
-            each.reason,
+            brief(each.reason),
         )
         for each in jobs
     ]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _WIDE = 10_000
 _CELL = 200
+_BRIEF = 60
 _LONGEST = 20_000
 
 
@@ -187,7 +188,21 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], nothing: 
         table.add_column(cell(column), overflow="fold")
     for row in rows:
         table.add_row(*(cell("" if value is None else value, limit=LINE) for value in row))
-    target.print(table)
+    if target.is_terminal:
+        target.print(table)
+        return
+    with target.capture() as captured:
+        target.print(table)
+    # Not the blanks up to the longest line, which would wrap the others too wherever they are shown.
+    click.echo("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")))
+
+
+def brief(text: str) -> str:
+    """The first line of a sentence for a table in which it is not the point, cut where it is long; the whole
+    of it belongs into --json, and where one thing alone is shown."""
+    first = text.partition("\n")[0]
+    whole = first == text and len(first) <= _BRIEF
+    return first if whole else f"{first[: _BRIEF - 1].rstrip()}…"
 
 
 def as_dict(message: Message) -> dict[str, Any]:
