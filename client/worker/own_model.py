@@ -17,8 +17,9 @@ from roundtable.client.durable_files import digest_of, replace_synced
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.contract import ClientAlgorithm
-from roundtable.core.bounds import word
-from roundtable.core.errors import StorageError
+from roundtable.core.bounds import is_word, word
+from roundtable.core.config import job_from_json
+from roundtable.core.errors import ConfigError, RoundtableError, StorageError
 from roundtable.core.layout import Layout
 
 _ORDER, _MODEL = "order.json", "model.safetensors"
@@ -46,6 +47,28 @@ def forget_unused(jobs: Path, job: str) -> None:
     """Removes what an ended job has kept here between its rounds, unless it is of the silo's own model."""
     if not (jobs / word(job, "the job") / _ORDER).exists():
         SiloState(jobs).forget(job)
+
+
+def identifier_of(jobs: Path, wanted: str) -> str:
+    """The job that is meant: by its identifier, or by its name where one job alone has it here.
+
+    Raises ConfigError with their identifiers where several have it.
+    """
+    if is_word(wanted) and (jobs / wanted / _ORDER).exists():
+        return wanted
+    found: dict[str, int] = {}
+    for file in sorted(jobs.glob(f"*/{_ORDER}")):
+        with suppress(OSError, ValueError, TypeError, KeyError, RoundtableError):  # Nobody asks for that one.
+            order = Order.of(json.loads(file.read_text(encoding="utf-8"))["order"])
+            if job_from_json(order.config).title == wanted:
+                found[file.parent.name] = order.round
+    if len(found) > 1:
+        told = ", ".join(f"{job} (round {number})" for job, number in found.items())
+        raise ConfigError(
+            f"{len(found)} jobs with a model at this silo are called {wanted!r}: {told}; name one by its "
+            "identifier"
+        )
+    return next(iter(found), wanted)
 
 
 def recall(jobs: Path, job: str) -> tuple[str, Order]:

@@ -31,13 +31,14 @@ def silo_model(
 ) -> None:
     """Write a job's model as this silo last had it.
 
-    It is a state dict that PyTorch loads. Nothing is sent and the coordinator is not asked. Where the
-    algorithm tunes the model before it is used, it is tuned on this silo's training data, now.
+    JOB is its identifier, or its name where one job alone has it here. What is written is a state dict that
+    PyTorch loads. Nothing is sent and the coordinator is not asked. Where the algorithm tunes the model
+    before it is used, it is tuned on this silo's training data, now.
     """
     import safetensors.torch
 
     from roundtable.client.worker.executor import Executor
-    from roundtable.client.worker.own_model import recall
+    from roundtable.client.worker.own_model import identifier_of, recall
     from roundtable.client.worker.process_settings import settings_of
     from roundtable.core.models import open_model
 
@@ -45,9 +46,10 @@ def silo_model(
     out = out or Path(f"{job}.safetensors")
     if out.exists() and not force:
         raise ConfigError(f"{out} is there already; name another file, or replace it with --force")
-    client, order = recall(config.state / "jobs", job)
+    jobs = config.state / "jobs"
+    client, order = recall(jobs, identifier_of(jobs, job))
     if personal or open_model(Path(order.model)).lacking:
-        executor = Executor(settings_of(config, client, config.state / "jobs"))
+        executor = Executor(settings_of(config, client, jobs))
         state = executor.personal(order) if personal else executor.whole(order)
     else:
         state = open_model(Path(order.model)).state_dict()
