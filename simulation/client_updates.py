@@ -112,9 +112,12 @@ class ClientUpdates:
                     self._received(answer, self._rows[place], step, start[self.world.layout.basis])
                 yield place, answer
 
-    def evaluate(self, round: int, vector: Tensor, indices: Sequence[int]) -> Iterator[Measured | Failed]:
-        """Evaluates a round's model on clients' test data, with their own tensors as training left them."""
-        return self.backend.evaluate(round, vector, list(self.work(indices)))
+    def evaluate(
+        self, round: int, vector: Tensor, indices: Sequence[int], used: Container[int] = ()
+    ) -> Iterator[Measured | Failed]:
+        """Evaluates a round's model on clients' test data, with their own tensors: as training left them with
+        those whose update is `used` in the model, with all others as before it."""
+        return self.backend.evaluate(round, vector, list(self.work(indices, used)))
 
     @property
     def unmasks(self) -> bool:
@@ -312,7 +315,8 @@ class ClientUpdates:
         kept = transfer.kept_of(encoding.chain, sending.remembered)
         return replace(figures, up=len(data), error=error, trials=trials), kept
 
-    def work(self, indices: Iterable[int]) -> Iterator[Work]:
+    def work(self, indices: Iterable[int], used: Container[int] = ()) -> Iterator[Work]:
         for index in indices:
-            local = without_memory(self.pending.get(index, self.local.get(index)))
+            before = self.local.get(index)
+            local = without_memory(self.pending.get(index, before) if index in used else before)
             yield Work(self.world.names[index], index, local, self.steps.get(index))

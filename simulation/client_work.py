@@ -7,7 +7,7 @@ wants: who drops out, comes too late or is withdrawn costs nothing.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -134,8 +134,9 @@ class ClientWork:
         for _ in self._running:
             pass
 
-    def evaluate(self, step: m.Step, vector: Tensor, indices: Sequence[int]) -> None:
-        """Evaluates a model at all these clients; each takes the time of the model's way to it."""
+    def evaluate(self, step: m.Step, vector: Tensor, indices: Sequence[int], used: Container[int]) -> None:
+        """Evaluates a model at all these clients; each takes the time of the model's way to it. `used` are
+        those whose update is in it."""
         there = []
         for index in indices:
             dropout = self._dropouts.of_evaluation(step, index)
@@ -145,7 +146,7 @@ class ClientWork:
                 failed = Failed(self._world.names[index], "node_failure", dropout.detail)
                 self._queue.push(self._queue.now, failure_event(failed, step))
         transfer = Transfer(self._updates.down_size(step.round + 1), 0)
-        for done, answer in enumerate(self._updates.evaluate(step.round, vector, there), start=1):
+        for done, answer in enumerate(self._updates.evaluate(step.round, vector, there, used), start=1):
             index = self._world.names.index_of(answer.client)
             at = self._queue.now + self._fleet.devices.seconds(index, step.round, 0, transfer)
             if isinstance(answer, Failed):

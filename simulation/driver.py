@@ -213,7 +213,9 @@ class Driver:
         assert attempt is not None
         self._work.finish()
         if step.phase == m.EVALUATE:
-            self._work.evaluate(step, self._next[0].vector, indices)
+            left_out = attempt.aggregated.excluded if attempt.aggregated is not None else {}
+            used = {self.world.names.index_of(name) for name in attempt.updates if name not in left_out}
+            self._work.evaluate(step, self._next[0].vector, indices, used)
         else:
             self._pacing.training_begins(step, len(attempt.cohort))
             self._work.ask_to_train(step, indices, [self._queue.now] * len(indices))

@@ -10,6 +10,7 @@ from roundtable.core.foundation.pretrained_task import PretrainedTask
 from roundtable.core.layout import Layout
 from roundtable.core.task import AnyTask, ArrayTask, Task, told
 
+_STAY = ("local", "drop")
 _OF_SGD = ("learning_rate", "momentum", "weight_decay")
 
 
@@ -27,6 +28,13 @@ def check_task_with(algorithm: ClientAlgorithm, task: AnyTask, layout: Layout) -
             f"{said} moves all that travels by what it knows of gradients, and {buffers[0]!r} of {kind} is a "
             'buffer, which has none: set [model] buffers = "local", or use normalisation without '
             "running statistics"
+        )
+    stays = [spec.name for spec in layout.tensors if spec.kind == "parameter" and spec.rule in _STAY]
+    if stays and (algorithm.step().corrected or not algorithm.composition.local_parameters):
+        raise ConfigError(
+            f"{said} corrects each step by what it knows of the parameters that travel, and {stays[0]!r} of "
+            f"{kind} does not: leave [model] local, only and drop out, or choose another algorithm",
+            key=("model",),
         )
     method = algorithm.composition.task_method
     if method and not callable(getattr(task, method, None)):

@@ -71,7 +71,8 @@ class Composition:
 
     levels: of privacy. weightings: of the mean. Local training: `momentum`, `weight_decay`, a task's own
     optimizer, gradient clipping by `max_gradient_norm`. At the server: sums that are `masked`, a
-    `server_optimizer` other than plain averaging, `averaged_buffers` (running statistics in the flat vector).
+    `server_optimizer` other than plain averaging, `averaged_buffers` (running statistics in the flat vector),
+    `local_parameters` (trained, and not in it).
     `schedule`: a learning rate that changes within a round. `rules`: "mean", or any that gives one vector for
     many. `unequal_steps`: whether slow clients may take fewer steps without a bias towards the others.
     `adaptive_clipping`: whether updates may be clipped to a norm that clients do not know before, or by
@@ -91,6 +92,7 @@ class Composition:
     masked: bool = True
     server_optimizer: bool = True
     averaged_buffers: bool = True
+    local_parameters: bool = True
     rules: Literal["mean", "any"] = "any"
     adaptive_clipping: bool = True
     buffered: bool = False

@@ -11,8 +11,7 @@ from roundtable.aggregation.registry import RULES
 from roundtable.aggregation.rows.device_rows import gpu
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import AggregationError, ConfigError
-from roundtable.core.privacy_table import ClientLevel, masking_of
-from roundtable.engine.validation.round_noise import FreshNoise
+from roundtable.core.privacy_table import ExampleLevel, NoPrivacy, masking_of
 from roundtable.engine.validation.round_plan import Plan
 from roundtable.privacy import compose
 
@@ -56,15 +55,15 @@ def check_device(plan: Plan) -> None:
 def check_budget(plan: Plan) -> None:
     """Raises ConfigError where the first round alone would spend more than the job's budget.
 
-    Left to the ledger are jobs whose silos account for themselves, and what earlier jobs have spent.
+    Left to the ledgers are records, whose account each silo keeps, and what earlier jobs have spent.
     """
-    privacy = plan.privacy
-    if not isinstance(privacy, ClientLevel) or not isinstance(plan.noise, FreshNoise):
+    privacy, charge = plan.privacy, plan.least_charge
+    if isinstance(privacy, NoPrivacy | ExampleLevel) or charge is None:
         return
     noise = privacy.noise_multiplier
     if noise is None or privacy.epsilon is None:
         return
-    first = compose([plan.noise.charge], privacy.delta, privacy.accountant)
+    first = compose([charge], privacy.delta, privacy.accountant)
     if first > privacy.epsilon:
         raise ConfigError(
             f"the first round would spend epsilon = {first:.3g} of privacy.epsilon = {privacy.epsilon:g}, so "

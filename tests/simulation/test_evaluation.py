@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from simulated_tasks import SIZES, Attention, Base, Convolution, Perceptron, Tok
 from torch import Tensor, nn
 
 from roundtable.client import evaluate
-from roundtable.core import Site, initial_state
+from roundtable.core import JobConfig, Site, initial_state
+from roundtable.simulation import simulate
 from roundtable.simulation.backend import Failed, Measured, Work, World
 from roundtable.simulation.backends.sequential import Sequential, one_thread
 from roundtable.simulation.backends.vectorised import shared_evaluation
@@ -325,6 +327,34 @@ def test_a_clients_own_tensors_are_its_alone() -> None:
         assert isinstance(mine, Measured)
         assert isinstance(theirs, Measured)
         assert mine.metrics["loss"] == pytest.approx(theirs.metrics["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [{"aggregation": {"validation": {"max_norm": 20.0}}}, {"round": {"mode": "buffered", "buffer": 3}}],
+    ids=["left out", "not in the buffer yet"],
+)
+def test_own_tensors_count_with_the_update(tables: dict[str, Any]) -> None:
+    """A client whose update is not in the model goes on from, and is measured with, what it had before."""
+
+    class Outlier(TrainsAndTests):
+        def data(self, site: Site) -> tuple[Any, Any]:
+            (x, labels), _ = super().data(site)
+            return (x * (100.0 if site.index == 3 else 1.0), labels), (x, labels)
+
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            return super().loss(model, batch) * batch[0].abs().max()
+
+    job = world(Outlier(), model='local = ["0.*"]').job
+    job = JobConfig.model_validate(job.model_dump(exclude_unset=True) | tables | {"rounds": 1})
+    found = simulate(job, Outlier(), progress=False)
+    record = found.history.records[0]
+    assert record.contributors == ("client-0", "client-1", "client-2")
+    assert len(record.client_metrics) == len(SIZES)
+    place = replace(world(Outlier(), model='local = ["0.*"]'), initial=found.model)
+    begun = [each.metrics for each in evaluated(place, Clients(place)) if isinstance(each, Measured)]
+    as_begun = [record.client_metrics[name] == begun[i] for i, name in enumerate(place.names)]
+    assert as_begun == [False, False, False, True]
 
 
 def test_data_are_made_where_chance_is_not_seeded() -> None:

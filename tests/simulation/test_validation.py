@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from simulated_tasks import Perceptron, world
 
+from roundtable.client.training.task_composition import check_task_with
+from roundtable.core.errors import ConfigError
 from roundtable.simulation import Result
 from roundtable.simulation.world.attackers import Attackers
 
@@ -57,3 +60,15 @@ def test_broken_updates_are_events_too(run: Run, tmp_path: Path) -> None:
     told = [event for event in events if event["kind"] == "update_excluded"]
     assert [event["client"] for event in told] == hostile * 2
     assert all("not finite" in event["message"] for event in told)
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "feddyn", "ditto"])
+@pytest.mark.parametrize("table", ["local", "drop"])
+def test_steps_that_are_corrected_need_all_parameters(algorithm: str, table: str) -> None:
+    """Nothing is known of a parameter that does not travel: a client would fail on it in its first step."""
+    own = {"scaffold": "", "feddyn": "alpha = 0.1", "ditto": "pull = 0.5"}[algorithm]
+    place = world(Perceptron(), f'name = "{algorithm}"\nsteps = 2\n{own}', f'{table} = ["4.*"]')
+    with pytest.raises(ConfigError, match=rf"{algorithm}.*'4\.weight'"):
+        check_task_with(place.algorithm, place.task, place.layout)
+    whole = world(Perceptron(), f'name = "{algorithm}"\nsteps = 2\n{own}')
+    check_task_with(whole.algorithm, whole.task, whole.layout)

@@ -43,7 +43,7 @@ class Ditto(ClientAlgorithm):
 
     Table = DittoTable
     keeps = "its own model"
-    composition = Composition(levels=WHOLE_UPDATE_LEVELS)
+    composition = Composition(levels=WHOLE_UPDATE_LEVELS, local_parameters=False)
 
     @override
     def second(self, round: ClientRound) -> SecondModel:

@@ -62,13 +62,14 @@ def test_a_sampled_cohort_has_no_size_to_judge() -> None:
     check('rule = "krum"\nparameters = { f = 4 }', 10, tables)
 
 
+@pytest.mark.parametrize("level", ["client", "client_local", "distributed", "dp_ftrl"])
 @pytest.mark.parametrize(
     ("noise", "sound"), [("noise_multiplier = 0.2", False), ("noise_multiplier = 2.0", True), ("", True)]
 )
-def test_noise_that_leaves_no_first_round(noise: str, sound: bool) -> None:
+def test_noise_that_leaves_no_first_round(level: str, noise: str, sound: bool) -> None:
     tables = '[cohort]\nsize = 10\n[evaluation]\nevery = 0\n[aggregation]\nweighting = "uniform"'
-    privacy = f'[privacy]\nlevel = "client"\nclip_norm = 1.0\ndelta = 1e-3\nepsilon = 8.0\n{noise}'
-    plan = make_plan(parse_job(f'task = "t"\n{tables}\n{privacy}\n'), 10)
+    privacy = f'[privacy]\nlevel = "{level}"\nclip_norm = 1.0\ndelta = 1e-3\nepsilon = 8.0\n{noise}'
+    plan = make_plan(parse_job(f'task = "t"\nrounds = 1\n{tables}\n{privacy}\n'), 10, (slice(0, 8),))
     if sound:
         check_budget(plan)
         return
