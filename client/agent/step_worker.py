@@ -125,7 +125,7 @@ class StepWorker:
             output=self._spool.bytes_of(step),
             counted=instruction.counted,
             steps=steps,
-            encoding=told_encoding(job, asked.encoding),
+            encoding=told_encoding(job, asked.encoding) if asked.kind == "train" else "",
             trouble=partial(self._reporter.trouble, step),
             set_up=partial(self._reporter.set_up, step),
             in_line=in_line,

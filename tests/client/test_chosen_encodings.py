@@ -48,7 +48,7 @@ TABLE: dict[str, Any] = {
 
 
 async def test_a_slow_line_gets_a_shorter_encoding_and_an_event_says_why(tmp_path: Path) -> None:
-    job = JobConfig.model_validate(TABLE)
+    job = JobConfig.model_validate(TABLE | {"evaluation": {"every": 3}})
     async with federation_of(tmp_path, TASK) as federation:
         model = initial_model(job, load_task("toy.py", tmp_path))
         host, port = federation[0].split(":")
@@ -57,6 +57,8 @@ async def test_a_slow_line_gets_a_shorter_encoding_and_an_event_says_why(tmp_pat
             async with agents(far, silo(federation, "birch")):
                 status, history, _ = await asyncio.to_thread(run_job, federation, job, model)
         assert status == "finished"
+        measured: Any = history[-1]["client_metrics"]
+        assert {*measured} == {"alder", "birch"}, "nothing of an evaluation is encoded"
 
         def seen() -> tuple[Any, list[Any]]:
             with OperatorClient(federation[0], tmp_path / "operator") as operator:
