@@ -41,7 +41,6 @@ CONTEXT, HEADS = 64, 4
 STRIDE, TESTED = 32, 256
 RATES = (2e-3, 4e-3, 8e-3)
 WARM, LEAST = 0.05, 0.1
-FOUR = {"up": "int4(block=128)", "down": "int4(block=128)", "feedback": "on"}
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,21 @@ class Method:
         return {"name": "eager"} if self.late else {}
 
 
-def methods(local: int, rate: float, momentum: float, eager: tuple[float, float]) -> list[Method]:
+def methods(
+    local: int, rate: float, momentum: float, eager: tuple[float, float], block: int = 128
+) -> list[Method]:
     """Those that meet every `local` steps; three fragments, each every 3 ⌈local / 3⌉. Eager updates have
-    outer settings of their own, as what comes a round late bears a smaller step."""
+    outer settings of their own, as what comes a round late bears a smaller step. `block`: values at 4 bits
+    that share a scale."""
+    way = f"int4(block={block})"
+    four = {"up": way, "down": way, "feedback": "on"}
     return [
         Method("FedAvg", local, 1.0, 0.0),
         Method("DiLoCo", local, rate, momentum),
-        Method("DiLoCo, 4 bit", local, rate, momentum, 0, FOUR),
-        Method("DiLoCo, 4 bit, eager", local, *eager, 0, FOUR, late=True),
-        Method("Streaming DiLoCo, 4 bit", -(-local // 3), rate, momentum, 3, FOUR),
-        Method("Streaming DiLoCo, 4 bit, overlap", -(-local // 3), rate, momentum, 3, FOUR, late=True),
+        Method("DiLoCo, 4 bit", local, rate, momentum, 0, four),
+        Method("DiLoCo, 4 bit, eager", local, *eager, 0, four, late=True),
+        Method("Streaming DiLoCo, 4 bit", -(-local // 3), rate, momentum, 3, four),
+        Method("Streaming DiLoCo, 4 bit, overlap", -(-local // 3), rate, momentum, 3, four, late=True),
     ]
 
 
@@ -403,12 +407,15 @@ def main() -> None:
     parser.add_argument(
         "--eager", type=float, nargs=2, default=(0.5, 0.5), help="the same where updates are eager"
     )
+    parser.add_argument("--block", type=int, default=128, help="values at 4 bits that share a scale")
     parser.add_argument("--batch", type=int, default=4, help="windows of 64 characters a silo's step takes")
     parser.add_argument(
         "--width", type=int, default=128, help="of the model; 128 and 6 layers: 1.2 M parameters"
     )
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="tried for the bound, seed 0")
+    names = [method.name for method in methods(15, 0.7, 0.8, (0.5, 0.5))]
+    parser.add_argument("--methods", nargs="+", choices=names, help="beside the bound; default: all")
     parser.add_argument("--folder", type=Path, default=Path("pretraining-runs"), help="where runs are kept")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -421,10 +428,12 @@ def main() -> None:
     }
     rate = min(given.rates, key=lambda each: tuned[each]["points"][-1]["loss"])
     results: dict[str, list[dict[str, Any]]] = {}
+    every = methods(given.local, *given.outer, given.eager, given.block)
+    chosen = [method for method in every if given.methods is None or method.name in given.methods]
     for seed in range(given.seeds):
         run = kept(course, f"bound-{seed}-{rate:g}", lambda seed=seed: bound(course, seed, rate))
         results.setdefault("data parallel", []).append(run)
-        for method in methods(given.local, *given.outer, given.eager):
+        for method in chosen:
             name = f"{seed}-{method.name}"
             run = kept(course, name, lambda s=seed, m=method: federated(course, s, rate, m))
             results.setdefault(method.name, []).append(run)
