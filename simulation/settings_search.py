@@ -110,7 +110,7 @@ def halving(
     checked = load_job(job, dict(fixed or {}))
     _check_rounds_matter_not(checked, settings)
     steps = rungs(checked.rounds, len(settings), eta, least)
-    _check_goes_on(job, settings, fixed or {}, [rounds for _, rounds in steps])
+    _check_goes_on(job, settings, fixed or {})
     names, place = run_names(settings, width=4), Path(folder)
     left = dict(zip(names, settings, strict=True))
     reached: dict[str, int] = {}
@@ -158,10 +158,10 @@ def _check_rounds_matter_not(job: JobConfig, settings: Sequence[Overrides]) -> N
         raise ConfigError("halving decides the rounds itself: leave rounds out of what varies")
 
 
-def _check_goes_on(job: AnyPath, settings: Sequence[Overrides], fixed: Overrides, reached: list[int]) -> None:
-    """ConfigError where a run that goes on from one of these numbers of rounds to the next is another one."""
+def _check_goes_on(job: AnyPath, settings: Sequence[Overrides], fixed: Overrides) -> None:
+    """ConfigError where a run that goes on to more rounds is another one."""
     for each in settings:
-        if why := why_not_to_other_rounds(load_job(job, {**fixed, **each}), *reached):
+        if why := why_not_to_other_rounds(load_job(job, {**fixed, **each})):
             raise ConfigError(
                 f"halving: a run that goes on would be another one than a run that was never stopped: {why}; "
                 "draw at random without halving"

@@ -254,7 +254,8 @@ def _show(
         if as_json:
             print_json(found)
         else:
-            _print(list(dict.fromkeys(name for row in found for name in row)), found)
+            shown = [row | ({"failed": len(row["failed"])} if "failed" in row else {}) for row in found]
+            _print(list(dict.fromkeys(name for row in found for name in row)), shown)
     elif as_json:
         print_json(comparison.rows)
     else:
@@ -276,8 +277,6 @@ def _print(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _text(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return len(value)
     if isinstance(value, str):
         return brief(value)
     if isinstance(value, tuple):

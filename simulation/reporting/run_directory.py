@@ -284,7 +284,7 @@ def _check_same_job(file: Path, job: JobConfig) -> None:
 
 def _check_rounds(folder: Path, job: JobConfig, before: int) -> None:
     """Raises ConfigError where a run of `before` rounds cannot go on to as many as the job has."""
-    if job.rounds == before or not (why := why_not_to_other_rounds(job, before, job.rounds)):
+    if job.rounds == before or not (why := why_not_to_other_rounds(job)):
         return
     raise ConfigError(
         f"{folder} holds a run of {before} rounds, which cannot go on to {job.rounds}: {why}; set rounds = "

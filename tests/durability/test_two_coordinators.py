@@ -23,7 +23,9 @@ SECONDS = 2.0
 
 @pytest.fixture
 def database(postgresql: PostgreSQL) -> Iterator[Database]:
-    opened = Database.connect(postgresql.fresh(), stalled_seconds=SECONDS)
+    address = postgresql.fresh()
+    Database.open(address).close()  # On a busy machine a migration may stand still for longer.
+    opened = Database.connect(address, stalled_seconds=SECONDS)
     opened.prepare()
     yield opened
     opened.close()
