@@ -79,13 +79,14 @@ async def agents(*configs: AgentConfig) -> AsyncIterator[None]:
 def run_job(
     federation: Federation, job: JobConfig, model: Model
 ) -> tuple[str, list[dict[str, object]], Model]:
-    """Submits a job and waits for its end: (status, history, model)."""
+    """Submits a job and waits until it ends or is paused: (status, history, model)."""
     address, folder = federation
     save_model(folder / "initial.safetensors", model)
     with OperatorClient(address, folder / "operator") as operator:
         submitted = operator.submit(job, folder / "initial.safetensors")
-        for _ in operator.watch(submitted.id):
-            pass
+        for update in operator.watch(submitted.id):
+            if update.detail.job.status == "paused":
+                break
         detail = operator.job(submitted.id)
         operator.get_artifact(detail.job.model.digest, detail.job.model.size, folder / "final.safetensors")
     history = [json.loads(record) for record in detail.history]

@@ -28,14 +28,17 @@ def follow_clock(file: Path) -> None:
     time.time = told
 
 
-def unvary(name: str) -> None:
-    """From now on this process draws its noise, and how it rounds, from `name`, from the start each time."""
+def unvary(name: str, *, simulated: bool = False) -> None:
+    """From now on this process draws its noise, and how it rounds, from `name`, from the start each time.
+
+    `simulated`: also the noise that a simulation draws from a job's seed.
+    """
     from roundtable.privacy.mechanisms import noise
     from roundtable.privacy.secagg import quantise
 
     key = blake3(name.encode()).digest()
 
-    def begin(self: Any) -> None:
+    def begin(self: Any, *path: object) -> None:
         self._stream = noise.KeyStream(key)
 
     def begin_rounding(self: Any) -> None:
@@ -43,19 +46,24 @@ def unvary(name: str) -> None:
 
     noise.SecureNoise.__init__ = begin  # type: ignore[method-assign]
     quantise._system_random.__init__ = begin_rounding  # type: ignore[method-assign]
+    if simulated:
+        noise.SeededNoise.__init__ = begin  # type: ignore[method-assign]
+        noise.SeededNoise.words = noise.SecureNoise.words  # type: ignore[method-assign, assignment]
 
 
 @contextmanager
-def unvaried(name: str) -> Iterator[None]:
+def unvaried(name: str, *, simulated: bool = False) -> Iterator[None]:
     """`unvary` until the block is left: a test's own process draws as ever afterwards."""
     from roundtable.privacy.mechanisms import noise
     from roundtable.privacy.secagg import quantise
 
-    owners: tuple[Any, ...] = (noise.SecureNoise, quantise._system_random)
-    real = [owner.__init__ for owner in owners]
-    unvary(name)
+    owners: tuple[Any, ...] = (noise.SecureNoise, noise.SeededNoise, quantise._system_random)
+    real = [(owner, owner.__init__) for owner in owners]
+    words = noise.SeededNoise.words
+    unvary(name, simulated=simulated)
     try:
         yield
     finally:
-        for owner, begin in zip(owners, real, strict=True):
+        for owner, begin in real:
             owner.__init__ = begin
+        noise.SeededNoise.words = words  # type: ignore[method-assign]
