@@ -15,6 +15,8 @@ LATEST = 1e11
 """Unix time, in seconds."""
 DIGEST = r"[0-9a-f]{64}"
 """BLAKE3, as a regular expression."""
+MOST_TASKS, MOST_LABELS = 1000, 100
+"""Of a silo's greeting: the tasks that it offers, and its declared facts."""
 CERTIFICATE_BYTES = 1 << 16
 SIGNATURE_BYTES = 1 << 10
 # Such words become parts of names of files.

@@ -44,6 +44,7 @@ from roundtable.client.policy.health_table import HealthTable
 from roundtable.client.policy.policy_table import PolicyTable, TaskTable
 from roundtable.client.policy.rules import Rules
 from roundtable.client.policy.sharing_tables import DiagnosticsTable, LogSharingTable
+from roundtable.core.bounds import MOST_LABELS, MOST_TASKS
 from roundtable.core.errors import ConfigError, IdentityError
 from roundtable.core.identity.credentials import check_name
 from roundtable.core.identity.handshake import split_address
@@ -96,6 +97,7 @@ class AgentTable(Table):
     state: str = Field("state", description="folder for models, finished updates and local state")
     tasks: dict[str, str | TaskTable] = Field(
         default_factory=dict,
+        max_length=MOST_TASKS,
         description="task name → file.py:Class, module:Class or an entry point; or a table with rules",
     )
     encodings: ApprovedCode = Field(
@@ -117,7 +119,9 @@ class AgentTable(Table):
         "", description="OTLP address for traces of rounds, for example http://127.0.0.1:4318/v1/traces"
     )
     metadata: dict[str, str] = Field(
-        default_factory=dict, description="declared facts for selection, such as region; never data"
+        default_factory=dict,
+        max_length=MOST_LABELS,
+        description="declared facts for selection, such as region; never data",
     )
     limits: LimitsTable = Field(default_factory=LimitsTable)
     cluster: ClusterTable | None = Field(None, description="train over several devices as one client")

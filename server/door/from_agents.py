@@ -54,7 +54,7 @@ MAX_SUM = 1e100
 _MAX_TEXT = 2000
 _MAX_NAME = 100
 _MAX_CHAIN = 200
-_MAX_TASKS, _MAX_METADATA, _MAX_DEVICES = 1000, 100, 100
+_MAX_DEVICES = 100
 MAX_SEEN = 1000
 MAX_REASON = 200
 _REQUEST_BYTES = 8192
@@ -210,10 +210,10 @@ def _introduction(message: agent_pb2.FromAgent) -> Introduction:
     return Introduction(
         bounds.one_line(hello.version, 50),
         hello.protocol,
-        tuple(printable(task, 200) for task in hello.tasks[:_MAX_TASKS]),
+        tuple(printable(task, 200) for task in hello.tasks[: bounds.MOST_TASKS]),
         {
             printable(key, _MAX_NAME): printable(value, 500)
-            for key, value in list(hello.metadata.items())[:_MAX_METADATA]
+            for key, value in list(hello.metadata.items())[: bounds.MOST_LABELS]
         },
         tuple(printable(device, 200) for device in hello.devices[:_MAX_DEVICES]),
         hello.clock if abs(hello.clock) <= bounds.LATEST else 0.0,

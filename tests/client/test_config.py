@@ -65,6 +65,10 @@ def test_a_task_is_known_by_its_plain_name(tmp_path: Path, task: str) -> None:
         (('digits = "tasks/digits.py:Digits"', "digits = 5"), r"agent.toml:5: tasks.digits"),
         (('coordinator = "hub.example.org:7443"', ""), r"coordinator: missing"),
         (("[limits]", "[limits"), r"not valid TOML"),
+        (
+            ('digits = "tasks/digits.py:Digits"', "\n".join(f't{n} = "m:T"' for n in range(1001))),
+            r"tasks: .*at most 1000 items",
+        ),
     ],
 )
 def test_each_mistake_is_named_with_its_line(tmp_path: Path, change: tuple[str, str], complaint: str) -> None:
