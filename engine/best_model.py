@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from roundtable.core.job_tables.stop_table import CENTRAL, StopTable
+from roundtable.core.job_tables.stop_table import StopTable
+from roundtable.core.measures.columns import CENTRAL
 from roundtable.engine.messages import RoundRecord
 from roundtable.engine.metrics import mean, of_model
 from roundtable.engine.stopping import larger_is_better

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from roundtable.core.job_tables.metrics_table import expressions_of
-from roundtable.core.job_tables.stop_table import CENTRAL
+from roundtable.core.measures.columns import CENTRAL
 from roundtable.core.measures.expressions import Undefined
 from roundtable.core.measures.families import families_in, is_cell
 from roundtable.core.observability.throughput import TOKENS, Throughput

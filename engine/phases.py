@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from roundtable.core.errors import MODEL_MISMATCH
-from roundtable.core.job_tables.stop_table import CENTRAL
+from roundtable.core.measures.columns import CENTRAL
 from roundtable.core.observability.released import IN_THE_LOG, Tells, is_told
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m

@@ -267,7 +267,7 @@ def _head_of(notes: Mapping[str, str], config: Any, folder: Path) -> ClassifierH
         if (
             inputs not in get_args(Inputs)
             or problem not in get_args(ProblemType)
-            or fresh not in (True, False)
+            or not isinstance(fresh, bool)
         ):
             raise ValueError(f"inputs {str(inputs)[:40]!r}, {str(problem)[:40]!r}, fresh {str(fresh)[:40]!r}")
         return ClassifierHead(check_labels(told["labels"], problem), inputs, fresh, problem)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from roundtable.core.measures.columns import CENTRAL
 from roundtable.core.toml_tables import Finite, Seconds, Table
-
-CENTRAL = "central_"
-"""What the names of metrics begin with that a simulation's server measures on test data of its own."""
 
 
 class StopTable(Table):

@@ -28,13 +28,13 @@ COLUMNS = frozenset(
         "train_loss",
     ]
 )
-_OF_THE_SERVER = "central_"
-"""What a simulation's server measures on test data of its own has names that begin so."""
+CENTRAL = "central_"
+"""What the names of metrics begin with that a simulation's server measures on test data of its own."""
 
 
 def why_not_a_metric(name: str) -> str | None:
     """Why no metric of a model may have this name; None where one may."""
-    if name not in COLUMNS and not name.startswith(_OF_THE_SERVER):
+    if name not in COLUMNS and not name.startswith(CENTRAL):
         return None
     return (
         f"{name!r} is a column that tables of results have of their own, which a metric of that name would "

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roundtable.core.errors import ResourceError
-from roundtable.core.job_tables.stop_table import CENTRAL
+from roundtable.core.measures.columns import CENTRAL
 from roundtable.core.paths import AnyPath
 from roundtable.simulation.reporting.history import History
 
