@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundtable.client.training.private_training import check_task
 from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_document, read_job
@@ -23,9 +22,8 @@ from roundtable.core.privacy_table import ExampleLevel, NoPrivacy
 from roundtable.core.task import AnyTask, load_task
 from roundtable.core.tensor_spec import DTYPES
 from roundtable.core.toml import with_place
-from roundtable.engine.validation.down_composition import check_down_layout
 from roundtable.engine.validation.feasibility import check_rule
-from roundtable.engine.validation.kept_composition import check_kept_layout
+from roundtable.engine.validation.layout_composition import check_layout
 from roundtable.engine.validation.round_plan import make_plan, weak_signal_of
 from roundtable.simulation.world.config import check_population
 from roundtable.simulation.world.standardised import with_answers
@@ -67,12 +65,10 @@ def prepare_job(job: JobConfig, folder: Path, start: Path | None = None) -> Prep
     slices = tuple(place for _, place in model.layout.sent.slices())
     population = likely_population(job)
     plan = make_plan(job, population, slices, folder=folder)
-    check_down_layout(job, model.layout, folder)
-    check_kept_layout(job, model.layout)
+    check_layout(job, model.layout, folder)
     if job.cohort.size is not None or job.round.buffer is not None:
         check_rule(job, plan, population)
-    check_task(task, job, model.layout)
-    check_task_with(algorithm, task, model.layout)
+    check_task_with(job, algorithm, task, model.layout)
     weak = weak_signal_of(job, plan, population, model.layout.sent.size)
     warnings = (weak, _not_simulated(job), _not_submitted(job))
     return Prepared(job, task, model, tuple(warning for warning in warnings if warning))

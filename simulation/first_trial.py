@@ -119,6 +119,6 @@ def try_task(
     check_split(job, task)
     algorithm = make_algorithm(job.algorithm, folder)
     world = World(job, task, initial_model(job, task, algorithm), None, folder)
-    check_task_with(algorithm, task, world.layout)
+    check_task_with(job, algorithm, task, world.layout)
     trial = try_client(world, index, make_partition(job.simulation.partition, job.seed, folder))
     return job, trial, oddities(trial, job)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from roundtable.client.first_batch.oddities import STATE, Oddity
 from roundtable.client.training.batches import count_examples
-from roundtable.client.training.private_training import CANNOT_SAMPLE, check_task
+from roundtable.client.training.private_training import CANNOT_SAMPLE
 from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_document, override_job, read_job
@@ -34,9 +34,8 @@ from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.task import AnyTask, ArrayTask, Task, load_task, make_task
 from roundtable.core.toml import with_place
 from roundtable.engine.messages import Note, RoundRecord, Step
-from roundtable.engine.validation.down_composition import check_down_layout
 from roundtable.engine.validation.feasibility import check_budget, check_device, check_rule
-from roundtable.engine.validation.kept_composition import check_kept_layout
+from roundtable.engine.validation.layout_composition import check_layout
 from roundtable.engine.validation.round_plan import aggregation_config, make_plan, weak_signal_of
 from roundtable.engine.validation.standardise_composition import check_standardise
 from roundtable.engine.validation.transfer_composition import check_cohort_is_all
@@ -110,16 +109,14 @@ def simulate(
         layout = world.layout
         slices = tuple(place for _, place in layout.sent.slices())
         plan = make_plan(job, job.simulation.clients, slices, folder=folder).over(layout)
-        check_down_layout(job, layout, folder)
-        check_kept_layout(job, layout)
+        check_layout(job, layout, folder)
         check_cohort_is_all(job, job.simulation.clients)
         check_regions(job, world.algorithm)
         world.algorithm.check_clients(world.names)
         check_rule(job, plan, job.simulation.clients)
         check_budget(plan)
         check_device(plan)
-        check_task(world.task, job, layout)
-        check_task_with(world.algorithm, world.task, layout)
+        check_task_with(job, world.algorithm, world.task, layout)
         central = CentralTest(world)
         if cross_site:
             check_cross_site(world)

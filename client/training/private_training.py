@@ -19,8 +19,8 @@ from roundtable.client.training.silo_account import Protection
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import NoExamples, PrivacyError
 from roundtable.core.layout import Layout
-from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, NoPrivacy
-from roundtable.core.task import AnyTask, ArrayTask, Task, lacks
+from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel
+from roundtable.core.task import Task
 from roundtable.privacy import (
     add_gaussian,
     example_training,
@@ -30,7 +30,7 @@ from roundtable.privacy import (
     sums_charges,
     sums_noise,
 )
-from roundtable.privacy.example_level import check_model, make_private
+from roundtable.privacy.example_level import make_private
 
 CANNOT_SAMPLE = (
     'privacy.level = "example" samples from a known number of examples, and training data that can only be '
@@ -113,43 +113,6 @@ def _own_part(
             "use fewer devices"
         )
     return lambda indices: fetch(indices * size + rank), len(range(rank, examples, size))
-
-
-def check_task(task: AnyTask, job: JobConfig, layout: Layout) -> None:
-    """Raises PrivacyError, with advice, for a task that no silo could train as the job's level asks.
-
-    What needs data (whether a loss is the mean over its examples) is found at the silo before its first step.
-    """
-    match job.privacy:
-        case NoPrivacy():
-            pass
-        case ExampleLevel() if job.releases_sums:
-            pass
-        case ExampleLevel():
-            _check_gradients(task)
-        case privacy:
-            _check_buffers(layout, privacy.level)
-
-
-def _check_gradients(task: AnyTask) -> None:
-    if isinstance(task, ArrayTask) or lacks(task):
-        raise PrivacyError(
-            'privacy.level = "example" bounds the gradient of every example: it needs a Task with a model, '
-            'data and a loss, not an ArrayTask or a script; for those use level "client_local"'
-        )
-    check_model(task.model())
-
-
-def _check_buffers(layout: Layout, level: str) -> None:
-    """Noise does to a variance what no training does: it makes it negative, and every output NaN."""
-    names = [spec.name for spec in layout.averaged if spec.kind == "buffer"]
-    if names:
-        raise PrivacyError(
-            f"privacy.level = {level!r} adds noise to all that travels, and with it go {len(names)} buffers "
-            f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): a running variance of BatchNorm "
-            "would turn negative. Use nn.GroupNorm(min(32, channels), channels) in its place, or let each "
-            'silo keep its buffers: [model] buffers = "local"'
-        )
 
 
 def only_parameters(delta: Tensor, module: nn.Module, layout: Layout) -> None:

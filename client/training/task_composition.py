@@ -5,17 +5,26 @@ from __future__ import annotations
 from roundtable.client.analysis_task import AnalysisTask
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.table import AlgorithmTable
-from roundtable.core.errors import ConfigError
+from roundtable.core.config import JobConfig
+from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.core.foundation.pretrained_task import PretrainedTask
 from roundtable.core.layout import Layout
-from roundtable.core.task import AnyTask, ArrayTask, Task, told
+from roundtable.core.privacy_table import ExampleLevel
+from roundtable.core.task import AnyTask, ArrayTask, Task, lacks, told
+from roundtable.privacy.example_level import check_model
 
 _STAY = ("local", "drop")
 _OF_SGD = ("learning_rate", "momentum", "weight_decay")
 
 
-def check_task_with(algorithm: ClientAlgorithm, task: AnyTask, layout: Layout) -> None:
-    """Raises ConfigError, naming the algorithm, for a task whose training it could not change as it must."""
+def check_task_with(job: JobConfig, algorithm: ClientAlgorithm, task: AnyTask, layout: Layout) -> None:
+    """Raises ConfigError, naming the algorithm, for a task whose training it could not change as it must, and
+    PrivacyError for one of which no silo could bound the gradient of each example.
+
+    What needs data (whether a loss is the mean over its examples) is found before the first step.
+    """
+    if isinstance(job.privacy, ExampleLevel) and not job.releases_sums:
+        _check_sampled(task)
     said, kind = f"algorithm {algorithm.table.name!r}", type(task).__name__
     if algorithm.answers != isinstance(task, AnalysisTask):
         raise ConfigError(
@@ -55,6 +64,15 @@ def check_task_with(algorithm: ClientAlgorithm, task: AnyTask, layout: Layout) -
         )
     if own:
         _check_own_optimizer(algorithm.table, task)
+
+
+def _check_sampled(task: AnyTask) -> None:
+    if isinstance(task, ArrayTask) or lacks(task):
+        raise PrivacyError(
+            'privacy.level = "example" bounds the gradient of every example: it needs a Task with a model, '
+            'data and a loss, not an ArrayTask or a script; for those use level "client_local"'
+        )
+    check_model(task.model())
 
 
 def _check_own_optimizer(table: AlgorithmTable, task: Task) -> None:

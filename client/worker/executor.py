@@ -30,6 +30,7 @@ from roundtable.client.training.local_work import BeforeBatch, Execution, LocalW
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.module_state import borrowed
 from roundtable.client.training.silo_account import Protection, payment
+from roundtable.client.training.task_composition import check_task_with
 from roundtable.client.training.tuning import tuner
 from roundtable.client.worker.earlier_readings import READINGS, EarlierReadings
 from roundtable.client.worker.kept_generations import keep_generations
@@ -334,6 +335,7 @@ class Executor:
             model = _made(task, config.seed)
             algorithm = make_algorithm(config.algorithm)
             layout = job_layout(config, algorithm, model)
+            check_task_with(config, algorithm, task, layout)
             out = torch.empty(layout.sent.size)
             warm = self._warm = _WarmJob(order.job, config, task, algorithm, model, layout, out)
         start = open_model(Path(order.model), warm.layout)

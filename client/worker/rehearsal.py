@@ -17,6 +17,7 @@ from roundtable.client.training.evaluation import evaluate
 from roundtable.client.training.local_training import split_data, train
 from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.silo_account import Protection
+from roundtable.client.training.task_composition import check_task_with
 from roundtable.client.worker.executor import Settings, part_of_batch
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.known_algorithms import make_algorithm
@@ -75,6 +76,7 @@ def rehearse(
     made = initial_state(task, job.seed)
     algorithm = make_algorithm(job.algorithm)
     layout = job_layout(job, algorithm, made)
+    check_task_with(job, algorithm, task, layout)
     if layout.size == 0:
         raise TaskError(f"no tensor of {type(task).__name__}'s model travels")
     vector = initial_vector(layout, made)

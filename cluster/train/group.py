@@ -22,6 +22,7 @@ from roundtable.client.training.local_training import check_evaluation, check_pr
 from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.silo_account import affordable, payment
+from roundtable.client.training.task_composition import check_task_with
 from roundtable.client.worker.lost_state import say_if_lost
 from roundtable.client.worker.silo_state import SiloState
 from roundtable.client.worker.worker_order import Order
@@ -54,6 +55,7 @@ from roundtable.cluster.train.round_reports import (
     round_metrics,
 )
 from roundtable.cluster.train.streams import why_shared
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import EVALUATION_BATCHES, JobConfig, job_from_json
 from roundtable.core.errors import InvalidUpdate, LayoutError, ResourceError, TaskError
@@ -250,21 +252,13 @@ class GroupExecutor:
                 raise TaskError(
                     f"{type(task).__name__} is an ArrayTask: a cluster spreads PyTorch modules only"
                 )
+            check_task_with(job, make_algorithm(job.algorithm), task, start.layout)
             options = group.settings.data_of.get(order.task, group.settings.data)
             self._site = Site(group.settings.client, options=options, standardise=job.standardise)
             self._task, self._pretrained = task, None
             self._data = split_data(task, self._site)
             task = in_context(task, self._context(order, job))
-            strategy, split = plan_together(
-                task,
-                job,
-                self._data[0],
-                group.table,
-                group.resources,
-                group.links,
-                group.folder,
-                group.control,
-            )
+            strategy, split = plan_together(task, job, self._data[0], group)
         if self.peers is not None:
             check_replicas(task, job, self._data[0], strategy.precision, strategy.optimizer_bits)
         meshes = Meshes(strategy.mesh, group.device.type, apart=strategy.local_steps > 0)

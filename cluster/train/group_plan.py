@@ -65,26 +65,20 @@ class LoadedCode:
 
 
 def plan_together(
-    task: Task,
-    job: JobConfig,
-    data: Any,
-    table: ClusterTable,
-    resources: Resources,
-    links: Links,
-    folder: Path,
-    control: dist.ProcessGroup,
+    task: Task, job: JobConfig, data: Any, group: Group
 ) -> tuple[Strategy, TensorParallel | None]:
-    """(strategy, layers that are split), the same on all ranks; `folder` has the advice. Collective."""
+    """(strategy, layers that are split), the same on all ranks of the group. Collective."""
+    table, resources = group.table, group.resources
     half = settled(table, resources, job)[0].precision in ("bfloat16", "float16")
     probe = probe_model(task, data, device=resources.device, bfloat16=half)
     text = ""
     if dist.get_rank() == 0:
-        halvings = Advice.read(folder).halvings
-        plan, strategy = lightened(probe, resources, job, table, links, halvings)
+        halvings = Advice.read(group.folder).halvings
+        plan, strategy = lightened(probe, resources, job, table, group.links, halvings)
         text = json.dumps(strategy.to_plain())
-        leave_plan(folder, setup_of(resources, strategy))
+        leave_plan(group.folder, setup_of(resources, strategy))
         print(f"plan: {strategy} ({'; '.join(plan.reasons[-1:])})", flush=True)
-    strategy = Strategy.from_plain(json.loads(broadcast_text(text, control)))
+    strategy = Strategy.from_plain(json.loads(broadcast_text(text, group.control)))
     return strategy, probe.tensor_parallel if strategy.mesh.tp > 1 else None
 
 

@@ -17,8 +17,7 @@ from roundtable.core.observability.link_estimate import LinkEstimate
 from roundtable.core.privacy_table import NoPrivacy, masking_of, privacy_from
 from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
-from roundtable.engine.validation.down_composition import check_down_layout
-from roundtable.engine.validation.kept_composition import check_kept_layout
+from roundtable.engine.validation.layout_composition import check_layout
 from roundtable.engine.validation.transfer_composition import check_cohort_is_all
 from roundtable.server.door.from_operators import CONFIG_CHARACTERS
 from roundtable.server.door.to_agents import SignedSubmission
@@ -84,8 +83,7 @@ def plan_of(job: JobConfig, layout: Layout, population: int, spent: Sequence[Tot
     """The job's plan over a population of so many silos that bear what is `spent`."""
     slices = tuple(slice(spec.offset, spec.offset + spec.size) for spec in layout.averaged)
     plan = make_plan(job, population, slices, worst_charges(job.privacy, spent)).over(layout)
-    check_down_layout(job, layout)
-    check_kept_layout(job, layout)
+    check_layout(job, layout)
     check_cohort_is_all(job, population)
     return plan
 

@@ -6,16 +6,19 @@ Batches hold all of a silo's examples, so that no draw depends on a silo's name.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import algorithm_table as table
 import pytest
 import torch
-from federation import NAMES, agents, federation_of, run_job, silo
+from federation import NAMES, Federation, agents, federation_of, run_job, silo
 
+from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.core import JobConfig, load_task
 from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.errors import RoundtableError
 from roundtable.core.initial_model import initial_model
 from roundtable.simulation import simulate
 
@@ -78,20 +81,69 @@ async def test_silos_give_what_clients_of_a_simulation_do(tmp_path: Path, column
             for name in sorted(table.ROWS):
                 if "by speed" in name or table.refusal(name, column):
                     continue
-                job, ran = job_of(name, column), ran + 1
-                model = initial_model(job, task)
-                status, history, final = await asyncio.to_thread(run_job, federation, job, model)
-                expected = await asyncio.to_thread(simulate, job, task, progress=False)
-                assert status == "finished", name
-                came = [len(record["contributors"]) for record in history]  # type: ignore[arg-type]
-                assert came == [job.cohort.size] * 2, name
-                # Under masks, within the ring's rounding of two rounds of values of up to 10.
-                loose = 4e-3 if column == "secure sums" else 1e-6
-                if job.evaluation.every:
-                    losses = [record["evaluation"]["loss"] for record in history]  # type: ignore[index]
-                    found = [total / count for total, count in losses]
-                    assert found == pytest.approx(expected.history["loss"], abs=loose), name
-                off = (final.vector - expected.model.vector).abs().max()
-                assert off < loose, (name, float(off))
-                assert not torch.equal(final.vector, model.vector), name
+                await both_ways(federation, job_of(name, column), task, column)
+                ran += 1
     assert ran > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("column", ["", "secure sums", "FedAdam", "median", "momentum"])
+async def test_a_silo_with_a_cluster_does_what_another_does(tmp_path: Path, column: str) -> None:
+    """Two ranks in the place of one process, for each algorithm that goes together with them."""
+    ran = 0
+    async with federation_of(tmp_path, TASK) as federation:
+        task: Any = load_task("toy.py", tmp_path)
+        silos = [silo(federation, name) for name in NAMES]
+        ranks = ClusterTable.model_validate({"devices": 2, "memory": "4GiB", "backend": "gloo"})
+        async with agents(silos[0], replace(silos[1], cluster=ranks), silos[2]):
+            for name in sorted(table.ROWS):
+                if table.refusal(name, table.CLUSTER) or table.refusal(name, column):
+                    continue
+                await both_ways(federation, job_of(name, column), task, column, 1e-5)
+                ran += 1
+    assert ran > 4
+
+
+async def both_ways(
+    federation: Federation, job: JobConfig, task: Any, column: str = "", loose: float = 1e-6
+) -> None:
+    """Silos and a simulation's clients end with the same models and losses, and not with the initial ones."""
+    name, model = job.algorithm.name, initial_model(job, task)
+    status, history, final = await asyncio.to_thread(run_job, federation, job, model)
+    expected = await asyncio.to_thread(simulate, job, task, progress=False)
+    assert status == "finished", name
+    came = [len(record["contributors"]) for record in history]  # type: ignore[arg-type]
+    assert came == [job.cohort.size] * 2, name
+    # Under masks, within the ring's rounding of two rounds of values of up to 10.
+    loose = 4e-3 if column == "secure sums" else loose
+    if job.evaluation.every:
+        losses = [record["evaluation"]["loss"] for record in history]  # type: ignore[index]
+        found = [total / count for total, count in losses]
+        assert found == pytest.approx(expected.history["loss"], abs=loose), name
+    off = (final.vector - expected.model.vector).abs().max()
+    assert off < loose, (name, float(off))
+    assert not torch.equal(final.vector, model.vector), name
+
+
+async def test_a_silo_refuses_what_its_own_task_cannot_do_as_the_job_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who submits may have another version of the task, or none: silos know theirs."""
+    own = "    def optimizer(self, p):\n        return torch.optim.Adam(p)\n"
+    job = job_of("scaffold", "")
+    async with federation_of(tmp_path, TASK + own) as federation:
+        model = initial_model(job, load_task("toy.py", tmp_path))
+        async with agents(*(silo(federation, name) for name in NAMES)):
+            status, history, final = await asyncio.to_thread(run_job, federation, job, model)
+    assert (status, history) == ("paused", [])
+    assert torch.equal(final.vector, model.vector)
+    assert "'scaffold' counts on steps of SGD as [algorithm] describes them, and Toy brings" in caplog.text
+
+
+async def test_a_coordinator_refuses_noise_on_running_statistics(tmp_path: Path) -> None:
+    job = job_of("fedavg", "`client`")
+    async with federation_of(tmp_path, TASK) as federation:
+        model = initial_model(job, load_task("toy.py", tmp_path))
+        with pytest.raises(RoundtableError, match="a running variance of BatchNorm would turn negative"):
+            await asyncio.to_thread(run_job, federation, job, model)

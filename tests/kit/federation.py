@@ -11,6 +11,8 @@ from typing import Any
 
 from roundtable.client.agent.agent import Agent
 from roundtable.client.policy.config import AgentConfig
+from roundtable.client.trainer import Trainer
+from roundtable.cluster.agent.cluster_trainer import ClusterTrainer
 from roundtable.core import JobConfig, Model, open_model, save_model
 from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.operator import OperatorClient
@@ -65,8 +67,8 @@ def silo(federation: Federation, name: str) -> AgentConfig:
 
 @asynccontextmanager
 async def agents(*configs: AgentConfig) -> AsyncIterator[None]:
-    """These agents while the block lasts."""
-    running = [Agent(config) for config in configs]
+    """These agents while the block lasts, each with the trainer that its table asks for."""
+    running = [Agent(config, _trainer_of(config)) for config in configs]
     tasks = [asyncio.create_task(agent.run()) for agent in running]
     try:
         yield
@@ -74,6 +76,12 @@ async def agents(*configs: AgentConfig) -> AsyncIterator[None]:
         for agent in running:
             agent.stop()
         await asyncio.gather(*tasks)
+
+
+def _trainer_of(config: AgentConfig) -> Trainer | None:
+    if config.cluster is None:
+        return None
+    return ClusterTrainer(config, config.credentials.name, config.state / "jobs")
 
 
 def run_job(
