@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roundtable.aggregation import RULES
 from roundtable.cluster.plan.step_composition import check_step
 from roundtable.core import JobConfig
 from roundtable.core.algorithms.known_algorithms import BUILTINS, make_algorithm
@@ -52,14 +53,25 @@ COLUMNS: Mapping[str, Document] = {
     "`distributed`": {"privacy": {"level": "distributed", **_NOISY}},
     "`client_local`": {"privacy": {"level": "client_local", **_NOISY}},
     "`example`": {"privacy": {"level": "example", **_NOISY}},
-    "median": {"aggregation": {"rule": "median"}},
+    "robust rules": {"aggregation": {"rule": "median"}},
     "FedAdam": {"aggregation": {"server_optimizer": {"name": "fedadam", "learning_rate": 0.1}}},
     "buffered": {"round": {"mode": "buffered", "buffer": 2}},
     "momentum": {"algorithm": {"momentum": 0.9}},
     "by speed": {"algorithm": {"steps": 4, "work": "by_speed"}},
 }
 """A job of each kind, beside what the algorithm itself needs."""
-CLUSTER, HOOKED = "silo cluster", "recorded steps"
+_SAID: Mapping[str, Document] = {
+    **{rule: {} for rule in ("median", "geometric_median", "fltrust", "foolsgold")},
+    "centred_clipping": {"tau": 1.0},
+    "monna": {"f": 1, "pivot": "client-0"},
+}
+ROBUST: Mapping[str, Document] = {
+    rule: {"aggregation": {"rule": rule, "parameters": _SAID.get(rule, {"f": 1})}}
+    for rule in sorted(RULES)
+    if rule != "mean"
+}
+"""A job of each robust rule: what the column of robust rules is made of."""
+RULE_COLUMN, CLUSTER, HOOKED = "robust rules", "silo cluster", "recorded steps"
 ENCODED: Mapping[str, Document] = {
     "`bfloat16`": {"up": "bfloat16"},
     "`int4`": {"up": "int4(block=64)"},
@@ -103,7 +115,7 @@ def document_of(name: str, column: str = "") -> Document:
         uniform = weightings is None or "uniform" in weightings
         weighting = "uniform" if uniform else document["aggregation"]["weighting"]
         document["aggregation"] = {"weighting": weighting, "validation": {"norm_ratio": "off"}}
-    for table, values in COLUMNS.get(column, {}).items():
+    for table, values in {**COLUMNS, **ROBUST}.get(column, {}).items():
         document[table] = {**document.get(table, {}), **values}
     if document.get("privacy", {}).get("level", "none") != "none":
         document["aggregation"]["weighting"] = "uniform"
@@ -148,6 +160,15 @@ def encoded_markdown() -> str:
     return _table([*ENCODED], {"up": 0, "down": 1})
 
 
+def _reason(name: str, column: str) -> str:
+    """Why it is refused, in words that cells of a kind share."""
+    why = refusal(name, column).replace(f"algorithm {ROWS[name]['name']!r}", "it")
+    why = re.sub(r"(transfer.\w+) = '.*?'", r"\1", why)
+    if column in ROBUST:
+        why = why.replace(f"aggregation.rule = {column!r}", "a robust aggregation.rule")
+    return re.sub(r"privacy.level = '\w+': it (is not.*?)(?:; it goes with.*)", r"it \1", why)
+
+
 def _table(columns: list[str], vectors: Mapping[str, int]) -> str:
     reasons: dict[str, int] = {}
     heads = ["algorithm", *vectors, *columns]
@@ -155,10 +176,11 @@ def _table(columns: list[str], vectors: Mapping[str, int]) -> str:
     for name in ROWS:
         cells = [encoded_vectors(name)[way] for way in vectors.values()]
         for column in columns:
-            why = refusal(name, column).replace(f"algorithm {ROWS[name]['name']!r}", "it")
-            why = re.sub(r"(transfer.\w+) = '.*?'", r"\1", why)
-            why = re.sub(r"privacy.level = '\w+': it (is not.*?)(?:; it goes with.*)", r"it \1", why)
-            cells.append(f"no ({reasons.setdefault(why, len(reasons) + 1)})" if why else "yes")
+            parts = ROBUST if column == RULE_COLUMN else [column]
+            refused = {part: why for part in parts if (why := _reason(name, part))}
+            numbers = sorted({reasons.setdefault(why, len(reasons) + 1) for why in refused.values()})
+            no = "no" if len(refused) == len(parts) else f"not {', '.join(f'`{part}`' for part in refused)}"
+            cells.append(f"{no} ({', '.join(map(str, numbers))})" if refused else "yes")
         plain, _, variant = name.partition(", ")
         label = f"`{plain}`, {variant}" if variant else f"`{plain}`"
         lines.append(f"| {label} | {' | '.join(cells)} |")

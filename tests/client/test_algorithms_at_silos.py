@@ -70,7 +70,10 @@ def job_of(name: str, column: str) -> JobConfig:
 
 @pytest.mark.parametrize(
     "column",
-    ["", *(pytest.param(each, marks=pytest.mark.slow) for each in ("secure sums", "FedAdam", "median"))],
+    [
+        "",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("secure sums", "FedAdam", "robust rules")),
+    ],
 )
 async def test_silos_give_what_clients_of_a_simulation_do(tmp_path: Path, column: str) -> None:
     """From round 2 on it also depends on what a silo keeps, and on what the server counts on of that."""
@@ -88,7 +91,7 @@ async def test_silos_give_what_clients_of_a_simulation_do(tmp_path: Path, column
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("column", ["", "secure sums", "FedAdam", "median", "momentum"])
+@pytest.mark.parametrize("column", ["", "secure sums", "FedAdam", "robust rules", "momentum"])
 async def test_a_silo_with_a_cluster_does_what_another_does(tmp_path: Path, column: str) -> None:
     """Two ranks in the place of one process, for each algorithm that goes together with them."""
     ran = 0

@@ -17,19 +17,16 @@ from roundtable.core import JobConfig, Model, open_model, save_model
 from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.operator import OperatorClient
 from roundtable.server import Coordinator, ServerConfig
-from roundtable.trusted import TrustedData
 
 NAMES = ("alder", "birch", "cedar")
 Federation = tuple[str, Path]
 
 
 @asynccontextmanager
-async def federation_of(
-    folder: Path, task: str, trusted: TrustedData | None = None, **settings: Any
-) -> AsyncIterator[Federation]:
+async def federation_of(folder: Path, task: str, **settings: Any) -> AsyncIterator[Federation]:
     """A coordinator's address, and a folder with credentials and the task as toy.py.
 
-    `settings` are further keys of coordinator.toml; `trusted` is what is read of its [root_data].
+    `settings` are further keys of coordinator.toml.
     """
     create_ca(folder / "ca")
     issue(folder / "ca", "coordinator", "coordinator", folder / "coordinator", hosts=("127.0.0.1",))
@@ -45,7 +42,7 @@ async def federation_of(
         credentials=str(folder / "coordinator"),
         **settings,
     )
-    coordinator = Coordinator(config, trusted=trusted)
+    coordinator = Coordinator(config)
     await coordinator.start()
     try:
         yield f"127.0.0.1:{coordinator.port}", folder
