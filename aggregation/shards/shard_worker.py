@@ -7,7 +7,6 @@ so that it never outlives whoever started it.
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 
 from roundtable.aggregation.rows.row_passes import ShardOrder
 from roundtable.core.machine.process_facts import prefer_to_be_killed
+from roundtable.core.machine.stop_signals import leave_signals_to_owner
 from roundtable.core.workers.frames import Channel, PeerGone
 from roundtable.core.workers.shared_vectors import SharedFloats
 
@@ -39,7 +39,7 @@ def main() -> None:
 def opened() -> Channel:
     """The connection to whoever started this process, which from now on is ready to be told what to do."""
     # Ctrl-C goes to the whole terminal; whoever started this ends it by closing the socket.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_owner()
     prefer_to_be_killed()
     torch.set_num_threads(1)
     return Channel(socket.socket(fileno=int(sys.argv[1])))

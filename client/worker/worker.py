@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from roundtable.core.allocator import importing
+from roundtable.core.machine.stop_signals import leave_signals_to_owner
 
 with importing():
     from roundtable.client.failures import Role, diagnose
@@ -78,7 +78,7 @@ class _Commands:
 
 def main() -> None:
     """Serves orders until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_owner()
     die_with_parent(int(sys.argv[1]))
     faulthandler.enable()
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import signal
 import sys
 import time
 import traceback
@@ -42,6 +41,7 @@ from roundtable.cluster.train.round_reports import StepReport, Wishes
 from roundtable.core.allocator import tune_for_transfers
 from roundtable.core.errors import ConfigError
 from roundtable.core.evidence.release import release
+from roundtable.core.machine.stop_signals import leave_signals_to_owner
 
 SETTINGS = "settings.json"
 STORE = "ROUNDTABLE_STORE"
@@ -58,7 +58,7 @@ _PEERS = re.compile(
 
 def main(folder: Path) -> None:
     """Joins the group, and does the agent's orders until the agent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_owner()
     faulthandler.enable()
     # Layers come and go with every step: blocks of a layer's size must not split the heap.
     tune_for_transfers()

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from roundtable.core.machine.process_facts import die_with_parent, proc_files
+from roundtable.core.machine.stop_signals import leave_signals_to_owner
 
 _LARGEST = 1 << 18
 _DESCRIPTORS = 8
@@ -64,7 +65,7 @@ class ForkServer:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *seen: None)
         # The owner has heard of it too, and says what is to end.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        leave_signals_to_owner()
         # Pages that nobody writes to stay the same memory in all forks.
         gc.collect()
         gc.freeze()

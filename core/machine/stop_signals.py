@@ -42,6 +42,16 @@ def on_closed(handler: Callable[[int, Any], None]) -> None:
         signal.signal(number, handler)
 
 
+def leave_signals_to_owner() -> None:
+    """Ignores what ends a process that is told nothing else: Ctrl-C, a closed terminal and a service's reload
+    reach all of its processes, and whoever started this one says what is to end.
+
+    Only in the main thread; what it starts inherits it.
+    """
+    for number in (signal.SIGINT, *((_SIGHUP,) if _SIGHUP is not None else ())):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def kill_group(process: subprocess.Popen[bytes] | asyncio.subprocess.Process, number: int = KILL) -> None:
     """Signals a process that was started with `start_new_session` and all that it has started.
 

@@ -7,7 +7,6 @@ clients that it is told to. It ends when its socket does, so that it never outli
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import sys
 import traceback
@@ -23,6 +22,7 @@ from roundtable.core.config import job_from_json
 from roundtable.core.errors import ConfigError, RoundtableError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.machine.process_facts import prefer_to_be_killed
+from roundtable.core.machine.stop_signals import leave_signals_to_owner
 from roundtable.core.task import load_task
 from roundtable.core.workers.frames import Channel, PeerGone
 from roundtable.core.workers.shared_vectors import SharedFloats, shared_bytes
@@ -38,7 +38,7 @@ Answer = Trained | Measured | Failed | tuple[str, int | None]
 def main() -> None:
     """Serves one simulation until it closes the connection."""
     # Ctrl-C goes to the whole terminal; the simulation ends its workers itself, by closing the socket.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_owner()
     # A worker is replaced, the simulation is not.
     prefer_to_be_killed()
     torch.set_num_threads(1)

@@ -187,6 +187,17 @@ async def test_a_signal_stops_the_agent_cleanly(silo, number: signal.Signals, st
     assert workers(process.pid) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+async def test_what_a_whole_service_is_told_ends_no_training(silo, number: signal.Signals) -> None:
+    """`systemctl kill --signal HUP`, Ctrl-C and a terminal that closes reach the training process too."""
+    async with silo.agent():
+        assert await ask(silo, 1) is None
+        [process] = workers(os.getpid())
+        os.kill(process, number)
+        assert await ask(silo, 2) is None
+        assert workers(os.getpid()) == [process]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
     [(3, 4, "out_of_memory"), (3, 3, "node_failure"), (None, None, "out_of_memory")],

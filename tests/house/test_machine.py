@@ -24,7 +24,7 @@ MODULES = {"fcntl", "grp", "msvcrt", "posix", "pty", "pwd", "resource", "termios
 CALLS = {
     "os": "fork getuid geteuid getgid getloadavg killpg setsid pread preadv pwrite pwritev sched_getaffinity "
     "sysconf uname posix_fadvise sendfile splice O_DIRECT O_PATH O_RDONLY O_WRONLY O_RDWR O_DIRECTORY",
-    "signal": "SIGKILL SIGHUP SIGSTOP SIGCONT SIGUSR1 SIGUSR2 SIGALRM SIGCHLD",
+    "signal": "SIGKILL SIGHUP SIGSTOP SIGCONT SIGUSR1 SIGUSR2 SIGALRM SIGCHLD SIG_IGN",
     "socket": "AF_UNIX",
     "sys": "platform",
     "platform": "system",
