@@ -19,6 +19,8 @@ Codes = Annotated[tuple[Code, ...], BeforeValidator(as_tuple)]
 Header = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 ColumnName = Annotated[str, Field(min_length=1, max_length=100)]
 MOST_VALUES = 64
+FIRST_ROUNDED = 2.0**53
+"""From here on neighbouring whole numbers are the same double."""
 
 
 class ColumnTable(Table):
@@ -108,13 +110,32 @@ class DataTableTable(Table):
 
 
 def code_key(value: Any) -> float | str:
-    """A value as it is compared: 1, 1.0 and "1" are the same."""
+    """A value as it is compared: 1, 1.0 and "1" are the same; a whole number that is no double stays text,
+    so that it is not the same as its neighbours, and so does what has underscores ("1_5")."""
     text = str(value).strip()
     try:
         number = float(text)
     except ValueError:
         return text
-    return number if math.isfinite(number) else text
+    if "_" in text or not math.isfinite(number):
+        return text
+    return _as_written(text, number) if abs(number) >= FIRST_ROUNDED else number
+
+
+def number_of(key: float | str) -> float | None:
+    """The double next to what is compared; None for a text that is no finite number."""
+    if isinstance(key, float):
+        return key
+    found = float(key) if key.removeprefix("-").isdecimal() else math.inf
+    return found if math.isfinite(found) else None
+
+
+def _as_written(text: str, number: float) -> float | str:
+    try:
+        whole = int(text)
+    except ValueError:
+        return number
+    return number if whole == number else str(whole)
 
 
 def differences(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from roundtable.core import extras
 from roundtable.core.errors import TaskError
 from roundtable.core.tables.csv_rows import csv_rows
-from roundtable.core.tables.table_description import ColumnTable, DataTableTable, code_key
+from roundtable.core.tables.table_description import ColumnTable, DataTableTable, code_key, number_of
 
 Values = npt.NDArray[np.float64]
 _READS = "a table of [data]"
@@ -63,7 +63,7 @@ def read_columns(
     a study chooses, rows and their number would tell of people.
     """
     needed = dict(table.columns if wanted is None else wanted)
-    raw = raw_columns(table, list(needed), lenient=lenient)
+    raw = raw_columns(table, list(needed), lenient=lenient, discreet=discreet or lenient)
     found = {}
     for name, description in needed.items():
         own = table.columns.get(name, description)
@@ -87,10 +87,16 @@ def left_out(table: DataTableTable, wanted: Mapping[str, ColumnTable], read: Dat
     for name, values in raw_columns(table, list(told)).items() if told else ():
         own, study = table.columns.get(name, ColumnTable()), told[name]
         missing, meant = {code_key(code) for code in own.missing}, _meant(own)
+        stated = {code_key(value) for value in own.values}
         keys = [_key(values[row], meant) for row in np.flatnonzero(np.isnan(read.column(name)))]
         number = study.kind == "number"
         found[name] = sum(
-            not (key in missing or _is_blank(key) or (number and isinstance(key, str))) for key in keys
+            not (
+                key in missing
+                or (_is_blank(key) and key not in stated)
+                or (number and number_of(key) is None)
+            )
+            for key in keys
         )
     return found
 
@@ -101,14 +107,18 @@ def column_names(table: DataTableTable) -> list[str]:
 
 
 def raw_columns(
-    table: DataTableTable, names: Sequence[str], *, lenient: bool = False
+    table: DataTableTable, names: Sequence[str], *, lenient: bool = False, discreet: bool = False
 ) -> dict[str, list[Any]]:
     """These columns as they stand there; where it is `lenient`, a row of another length is missing in all.
-    TaskError where the table or a column is missing."""
+    TaskError where the table or a column is missing, or there twice; a `discreet` one names no other column,
+    and no row."""
     source = _source(table)
     if lost := [name for name in names if name not in source.names]:
+        others = "" if discreet else f"; it has {', '.join(source.names)}"
+        raise TaskError(f"the table has no column {', '.join(map(repr, lost))}{others}")
+    if twice := [name for name in names if list(source.names).count(name) > 1]:
         raise TaskError(
-            f"the table has no column {', '.join(map(repr, lost))}; it has {', '.join(source.names)}"
+            f"the table has several columns {twice[0]!r}: give each a name of its own, in a query with AS"
         )
     places = [source.names.index(name) for name in names]
     columns: list[list[Any]] = [[] for _ in names]
@@ -116,8 +126,9 @@ def raw_columns(
         if len(row) != len(source.names) and lenient:
             row = [None] * len(source.names)
         elif len(row) != len(source.names):
+            where = "a row" if discreet else f"row {number}"
             raise TaskError(
-                f"row {number} of the table has {len(row)} values where there are {len(source.names)} columns"
+                f"{where} of the table has {len(row)} values where there are {len(source.names)} columns"
             )
         for column, place in zip(columns, places, strict=True):
             column.append(row[place])
@@ -232,7 +243,7 @@ def _number(
     places: Mapping[float | str, int],
     kind: str,
 ) -> float:
-    if key in missing or _is_blank(key):
+    if key in missing or (_is_blank(key) and key not in places):
         return np.nan
     if kind == "category":
         if key not in places:
@@ -241,12 +252,13 @@ def _number(
                 "or name what stands for a missing value (missing)"
             )
         return places[key]
-    if isinstance(key, str):
+    number = number_of(key)
+    if number is None:
         raise TaskError(
             f"column {name!r}, row {row}: not a finite number: correct the data, or name what stands for a "
             "missing value (missing)"
         )
-    return key
+    return number
 
 
 def _end(value: float | None) -> str:
