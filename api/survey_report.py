@@ -14,7 +14,7 @@ from roundtable.core.analyses.question import Answer
 from roundtable.core.errors import IdentityError, RoundtableError
 from roundtable.core.identity.credentials import SiloIdentity, identity_of
 from roundtable.core.identity.signing import SUBMITTERS, Signed, envelope, job_digest, open_envelope
-from roundtable.core.paths import AnyPath
+from roundtable.core.paths import AnyPath, written_whole
 from roundtable.core.toml import TomlDocument, validate
 from roundtable.core.toml_tables import Finite, Table, as_tuple
 from roundtable.surveys import SurveyAnswers, plain
@@ -82,7 +82,8 @@ def write_report(
         **{field.name: getattr(findings, field.name) for field in dataclasses.fields(SurveyAnswers)},
         "answers": plain(answers),
     }
-    Path(path).write_text(json.dumps(envelope(identity, "report", values), indent=1) + "\n", encoding="utf-8")
+    with written_whole(path) as file:
+        file.write(json.dumps(envelope(identity, "report", values), indent=1) + "\n")
 
 
 def read_report(path: AnyPath, ca: bytes) -> tuple[Signed, ReportTable]:
@@ -94,7 +95,7 @@ def read_report(path: AnyPath, ca: bytes) -> tuple[Signed, ReportTable]:
             raise IdentityError(f"{file} is larger than {MOST_BYTES >> 20} MiB, and no report")
         document = json.loads(file.read_text(encoding="utf-8"))
         role = identity_of(str(document["certificate"]).encode())[1]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise IdentityError(f"{file} is no signed report: {error}") from error
     if role not in SUBMITTERS:
         raise IdentityError(f"{file} is signed by the role {role}, which asks for no analyses")

@@ -23,7 +23,7 @@ from roundtable.core.config import JobConfig, job_document
 from roundtable.core.errors import AggregationError, ConfigError, RoundtableError, TaskError
 from roundtable.core.foreign_text import spreadsheet_cell
 from roundtable.core.job_tables.task_table import JobTaskTable
-from roundtable.core.paths import AnyPath
+from roundtable.core.paths import AnyPath, written_whole
 from roundtable.core.plugins.doors import described
 from roundtable.core.tables.table_description import Columns, DataTableTable, Header
 from roundtable.core.task import load_task
@@ -161,7 +161,8 @@ class SurveyAnswers:
             writer.writerows([[]] if number else [])
             table = [answer.header, *answer.rows] if not answer.why else [["not answered", answer.why]]
             writer.writerows([spreadsheet_cell(value) for value in line] for line in ([answer.title], *table))
-        Path(path).write_text(text.getvalue(), encoding="utf-8")
+        with written_whole(path) as file:
+            file.write(text.getvalue())
 
     def frame(self, question: int) -> Any:
         """An answer's table as a pandas data frame, which takes the extra pandas."""
@@ -181,7 +182,8 @@ class SurveyAnswers:
             titles = ", ".join(repr(answer.title) for answer in found)
             which = f"{titles} have one each: say which" if found else "answers of boosted_trees have"
             raise ConfigError(f"no single answer of this survey has a model to write; {which}")
-        Path(path).write_text(json.dumps(found[0].model, allow_nan=False), encoding="utf-8")
+        with written_whole(path) as file:
+            file.write(json.dumps(found[0].model, allow_nan=False))
 
     def plot(self, path: AnyPath) -> None:
         """A picture (PNG, SVG or PDF, by the path's ending) of what has one; takes the extra plot.

@@ -163,7 +163,7 @@ def check_report(report: Path, credentials: Path, found: dict[str, Any]) -> None
     document["statement"]["answers"][0]["values"] = {}
     report.write_text(json.dumps(document))
     assert run_command(check) == 1
-    for wrong in ("", "[]", "{}", json.dumps({**document, "statement": {}})):
+    for wrong in ("", "[]", "{}", "[" * 100_000, json.dumps({**document, "statement": {}})):
         report.write_text(wrong)
         with pytest.raises(IdentityError):
             read_report(report, ca)

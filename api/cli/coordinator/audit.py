@@ -14,6 +14,7 @@ import click
 from roundtable.cli.coordinator.trust import administrate
 from roundtable.cli.shared.options import connection_options, json_option
 from roundtable.cli.shared.output import print_json, say, tell
+from roundtable.core.paths import written_whole
 
 if TYPE_CHECKING:
     from roundtable.core.evidence.audit_log import Log
@@ -50,10 +51,10 @@ def export(
 ) -> None:
     """Write the coordinator's whole audit log as JSON lines.
 
-    It is signed up to its end.
+    It is signed up to its end. What the file held stays until the new log is whole.
     """
     count = 0
-    with administrate(coordinator, credentials) as operator, output.open("w", encoding="utf-8") as file:
+    with administrate(coordinator, credentials) as operator, written_whole(output) as file:
         for line in operator.audit(live=live):
             file.write(line + "\n")
             count += line.startswith('{"entry"')
@@ -225,8 +226,8 @@ def provenance(
 
     It is of JOB's model: keep it beside the model's file.
     """
-    with administrate(coordinator, credentials) as operator:
-        output.write_text(operator.provenance(job, number) + "\n", encoding="utf-8")
+    with administrate(coordinator, credentials) as operator, written_whole(output) as file:
+        file.write(operator.provenance(job, number) + "\n")
     tell(
         as_json,
         {"job": job, "round": number or None, "file": str(output)},

@@ -15,6 +15,7 @@ import click
 from roundtable.cli.shared.options import connect, connection_options, json_option
 from roundtable.cli.shared.output import ago, as_dict, print_json, print_table, say, say_lines
 from roundtable.core.errors import ResourceError
+from roundtable.core.paths import written_whole
 
 if TYPE_CHECKING:
     from roundtable.proto import operator_pb2
@@ -169,7 +170,8 @@ def export(
         say_lines(text.rstrip("\n"))
         return
     try:
-        output.write_text(text, encoding="utf-8")
+        with written_whole(output) as file:
+            file.write(text)
     except OSError as error:
         raise ResourceError(f"{output} cannot be written: {error.strerror}") from error
     say(f"{len(reply.accounts)} accounts and {len(charges)} charges are in {output}")
