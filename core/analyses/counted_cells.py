@@ -51,7 +51,7 @@ class ColumnHistogram(Question):
     @property
     @override
     def told(self) -> tuple[str, ...]:
-        return () if self.by is None else (self.by,)
+        return self.names
 
     @property
     @override

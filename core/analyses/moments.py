@@ -141,7 +141,12 @@ class Describe(Question):
 
 
 class _Compared(Describe):
-    """A column whose groups are compared: without one of them there is no answer."""
+    """A column whose groups are compared: without one of them there is no answer; the test's outcome."""
+
+    @property
+    @override
+    def told(self) -> tuple[str, ...]:
+        return self.names
 
     @property
     def _groups_needed(self) -> int:

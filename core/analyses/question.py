@@ -89,7 +89,7 @@ class Question:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """The columns that it uses as an outcome or a group: what is told of people by them."""
+        """The columns that it uses as an outcome, also of a test, or whose values divide people in groups."""
         return ()
 
     @property

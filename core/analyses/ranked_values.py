@@ -107,7 +107,7 @@ class MannWhitney(Question):
     @property
     @override
     def told(self) -> tuple[str, ...]:
-        return (self.by,)
+        return self.names
 
     @property
     @override

@@ -248,6 +248,9 @@ async def test_fits_of_real_silos_are_those_of_local_files(
     assert len(json.loads(model.read_bytes())["learner"]["gradient_booster"]["model"]["trees"]) == 3
 
 
+_NOISY = {"histogram", "top_values", "t_test"}
+
+
 def test_what_a_silo_objects_to(tmp_path: Path) -> None:
     job = survey_job(load_survey(write(tmp_path)), 3)
 
@@ -266,6 +269,17 @@ def test_what_a_silo_objects_to(tmp_path: Path) -> None:
     assert "of the kind logistic, quantiles are not answered" in said(allowed=["describe"])[0]
     assert ["'ill' may be neither" in line for line in said(protected=["ill"])] == [True, True]
     assert said(protected=["age"]) == []
+    for kept in (
+        {"ask": "histogram", "column": "age"},
+        {"ask": "top_values", "column": "age", "every": 1},
+        {"ask": "t_test", "column": "age", "by": "ill"},
+        {"ask": "anova", "column": "age", "by": "ill"},
+        {"ask": "mann_whitney", "column": "age", "by": "ill", "every": 1},
+    ):
+        for privacy in ({}, {"privacy": {"epsilon": 1.0}}) if kept["ask"] in _NOISY else ({},):
+            telling = survey_job(load_survey(write(tmp_path), {"questions": [kept], **privacy}), 3)
+            [line] = analysis_objections(AnalysesTable(protected=["age"], least_count=5), telling)
+            assert "'age' may be neither an outcome nor a group here" in line
     asked = {"ask": "meta_analysis", "outcome": "ill", "on": ["age"]}
     meta = survey_job(load_survey(write(tmp_path), {"questions": [asked]}), 3)
     assert "tell of this silo's own estimates" in next(analysis_objections(AnalysesTable(), meta))

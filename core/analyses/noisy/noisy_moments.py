@@ -177,6 +177,11 @@ class NoisyTTest(NoisyDescribe):
 
     ask: ClassVar[str] = "t_test"
 
+    @property
+    @override
+    def told(self) -> tuple[str, ...]:
+        return self.names
+
     @override
     def answer(self, public: Arrays) -> Answer:
         found = [self.moments(public, 0, group) for group in (0, 1)]
