@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from roundtable.core.bounds import is_digest
 from roundtable.core.errors import IdentityError, SiteFailure, StorageError
-from roundtable.core.identity.credentials import verify_identity
 from roundtable.core.observability.logs import belongs_to
 from roundtable.core.observability.released import Tells, is_told
 from roundtable.core.observability.transfer_figures import ModelArrival
@@ -37,12 +36,12 @@ from roundtable.server.door.from_operators import download_of
 from roundtable.server.door.to_agents import CloneSighting
 from roundtable.server.jobs.job_registry import JobRegistry
 from roundtable.server.jobs.job_services import JobServices
-from roundtable.server.jobs.sessions import AgentSession, Identity
+from roundtable.server.jobs.sessions import AgentSession
 from roundtable.server.services import transfer
 from roundtable.server.services.arrivals import Arrivals, Known
-from roundtable.server.services.installations import Installations
+from roundtable.server.services.installations import Installations, shown_identity
 from roundtable.server.services.job_logs import JobLogs
-from roundtable.server.services.lines import Line, line_of
+from roundtable.server.services.lines import Line, line_of, shown_in
 from roundtable.server.services.security import Security
 from roundtable.server.services.silo_reports import SiloReports
 from roundtable.server.services.uploads import Part, Uploads
@@ -111,10 +110,10 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             log.warning("%s is refused: %s", client.name, problem, extra={"site": client.name})
             await line.write(to_agents.refused(problem))
             return
-        clone = self._installations.sighting(line.shown.key, known.installation)
+        clone = self._installations.sighting(line.shown.key, known.installations)
         welcome = self._welcome(clone)
-        if not client.tasks and self._services.sessions.get(client.name) is not None:
-            # A doctor beside the agent: that goes on, and is not forgotten for one who offers nothing.
+        if not client.tasks:
+            # A doctor: it has proven nothing, is heard no further, and takes nobody's place.
             await line.write(agent_pb2.ToAgent(welcome=welcome))
             with suppress(StopAsyncIteration, TimeoutError):
                 async with asyncio.timeout(GOODBYE_SECONDS):
@@ -213,31 +212,27 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
                 hello.clock - now,
                 extra={"site": name},
             )
-        known = await self._arrivals.known(name, line.shown.key, hello)
+        if not client.tasks:
+            # It is asked for nothing, and speaks for nobody.
+            known = await self._arrivals.known(name, (line.shown.key,), hello)
+            return client, known, self._arrivals.forgotten(self._jobs, hello, known)
+        try:
+            identity = shown_identity(name, hello.identity, self._authority, self._security.principals)
+        except IdentityError as error:
+            return client, None, str(error)
+        keys = [line.shown.key]
+        if identity is not None and (own := shown_in(identity.certificate).key) not in keys:
+            keys.append(own)
+        known = await self._arrivals.known(name, keys, hello)
         if old := self._arrivals.forgotten(self._jobs, hello, known):
             return client, known, old
-        if not client.tasks:
-            # A doctor: it is asked for nothing, and speaks for nobody.
-            return client, known, ""
-        if clone := await self._installations.objection(line, hello.installation, known.installation):
+        if clone := await self._installations.objection(line, hello.installation, keys, known.installations):
             return client, known, clone
-        return client, known, self._identify(name, hello.identity)
-
-    def _identify(self, name: str, certificate: bytes) -> str:
-        """Keeps the agent's signing identity; returns what is wrong with it. Having none is allowed."""
         identities = self._services.sessions.identities
         identities.pop(name, None)
-        if not certificate:
-            return ""
-        try:
-            holder, key = verify_identity(certificate, self._authority)
-            self._security.principals.of_certificate(certificate)
-        except IdentityError as error:
-            return f"{error}; issue the agent's credentials anew with `roundtable ca issue`"
-        if holder != name:
-            return f"the identity certificate that {name!r} shows is one of {holder!r}"
-        identities[name] = Identity(certificate, key)
-        return ""
+        if identity is not None:
+            identities[name] = identity
+        return client, known, ""
 
     def _welcome(self, clone: CloneSighting | None) -> agent_pb2.Welcome:
         return agent_pb2.Welcome(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from sqlalchemy.engine import Connection
 
@@ -26,10 +27,10 @@ AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Known:
-    """What is stored of an agent that says hello: which installation its certificate's key is bound to, how
-    it was when it was here last, how far the jobs that it remembers have come."""
+    """What is stored of an agent that says hello: which installations the keys that it shows, and others of
+    its name, are bound to, how it was when it was here last, how far the jobs that it remembers have come."""
 
-    installation: InstallationRow | None
+    installations: Sequence[InstallationRow]
     client: AgentRow | None
     positions: Mapping[str, JobPosition]
 
@@ -45,8 +46,11 @@ class News:
 @dataclass(frozen=True)
 class _Comer:
     name: str
-    key: str
+    keys: Sequence[str]
     jobs: frozenset[str]
+
+
+_Rows: TypeAlias = Sequence[InstallationRow]
 
 
 @dataclass(frozen=True)
@@ -62,19 +66,19 @@ class Arrivals:
     def __init__(self, database: Database) -> None:
         self._identity = database.identity
         self._known: Gathered[_Comer, Known] = Gathered(database.read, _known_of)
-        self._bound: Gathered[InstallationRow, InstallationRow] = Gathered(database.write, bind_installations)
+        self._bound: Gathered[_Rows, _Rows] = Gathered(database.write, _bind)
         self._remembered: Gathered[AgentRow, None] = Gathered(database.write, _remember)
         self._news: Gathered[_Here, News] = Gathered(database.read, _news_of)
 
-    async def known(self, name: str, key: str, hello: Introduction) -> Known:
-        """What is stored of the agent that says this, whose certificate has this key."""
+    async def known(self, name: str, keys: Sequence[str], hello: Introduction) -> Known:
+        """What is stored of the agent that says this, whose certificates have these keys."""
         ours = hello.coordinator == self._identity
         jobs = frozenset(job for job, *_ in hello.seen) if ours else frozenset[str]()
-        return await self._known.ask(_Comer(name, key, jobs))
+        return await self._known.ask(_Comer(name, keys, jobs))
 
-    async def bind(self, row: InstallationRow) -> InstallationRow:
-        """Binds a key to an installation unless it is bound; the one that it belongs to now."""
-        return await self._bound.ask(row)
+    async def bind(self, rows: Sequence[InstallationRow]) -> Sequence[InstallationRow]:
+        """Binds each key to an installation unless it is bound; those that they belong to now."""
+        return await self._bound.ask(rows)
 
     async def remember(self, client: AgentRow) -> None:
         """Stores what the agent says of itself."""
@@ -122,9 +126,23 @@ def _known_of(connection: Connection, comers: Sequence[_Comer]) -> list[Known]:
     positions: dict[str, JobPosition] = {}
     for first in range(0, len(jobs), AT_ONCE):
         positions |= positions_of(connection, jobs[first : first + AT_ONCE])
-    bound = installations_of(connection, {comer.key for comer in comers})
-    clients = stored_clients(connection, {comer.name for comer in comers})
-    return [Known(bound.get(comer.key), clients.get(comer.name), positions) for comer in comers]
+    names = {comer.name for comer in comers}
+    bound = installations_of(connection, {key for comer in comers for key in comer.keys}, names)
+    of_name: dict[str, list[InstallationRow]] = {}
+    for row in bound.values():
+        of_name.setdefault(row.name, []).append(row)
+    clients = stored_clients(connection, names)
+    found = []
+    for comer in comers:
+        shown = [bound[key] for key in comer.keys if key in bound]
+        others = [row for row in of_name.get(comer.name, ()) if row.key not in comer.keys]
+        found.append(Known([*shown, *others], clients.get(comer.name), positions))
+    return found
+
+
+def _bind(connection: Connection, asked: Sequence[_Rows]) -> list[_Rows]:
+    bound = iter(bind_installations(connection, [row for rows in asked for row in rows]))
+    return [[next(bound) for _ in rows] for rows in asked]
 
 
 def _remember(connection: Connection, clients: Sequence[AgentRow]) -> list[None]:

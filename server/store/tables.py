@@ -286,9 +286,9 @@ certificates = Table(
 installations = Table(
     "installations",
     metadata,
-    # SHA-256 of the public key of a silo's connection, and the agent's installation that came with it first.
+    # SHA-256 of a silo's public key, and the agent's installation that came with it first.
     Column("key", DIGEST, primary_key=True),
-    Column("name", NAME, nullable=False),
+    Column("name", NAME, nullable=False, index=True),
     Column("installation", String(64), nullable=False),
     Column("bound", Double, nullable=False),
     # When somebody else came with the key for the last time that was noted, and from where; 0 for never.

@@ -169,10 +169,14 @@ def revoked_silos(connection: Connection) -> set[str]:
     return {name for (role, name), gone in found.items() if role == "agent" and not gone.reissued}
 
 
-def installations_of(connection: Connection, keys: Collection[str]) -> dict[str, InstallationRow]:
-    """The installations that keys belong to, without those of keys that none is bound to yet."""
+def installations_of(
+    connection: Connection, keys: Collection[str], names: Collection[str] = ()
+) -> dict[str, InstallationRow]:
+    """The installations that keys, and all keys of silos of these names, belong to, by key; without those of
+    keys that none is bound to yet."""
     table = tables.installations
-    rows = connection.execute(sa.select(table).where(table.c.key.in_(list(keys))))
+    either = [table.c.key.in_(list(keys)), *([table.c.name.in_(list(names))] if names else [])]
+    rows = connection.execute(sa.select(table).where(sa.or_(*either)))
     return {row.key: InstallationRow(**row._mapping) for row in rows}
 
 
@@ -189,9 +193,9 @@ def bind_installations(connection: Connection, rows: Sequence[InstallationRow]) 
     return [known[row.key] for row in rows]
 
 
-def note_clone(connection: Connection, key: str, time: float, address: str) -> None:
-    """Stores that somebody else has come with a key that is bound."""
-    change = sa.update(tables.installations).where(tables.installations.c.key == key)
+def note_clone(connection: Connection, keys: Collection[str], time: float, address: str) -> None:
+    """Stores that somebody else has come in the place of the installation that these keys are bound to."""
+    change = sa.update(tables.installations).where(tables.installations.c.key.in_(list(keys)))
     connection.execute(change.values(clone_time=time, clone_address=address))
 
 

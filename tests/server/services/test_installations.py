@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_agent import ScriptedAgent
-from service import running
+from scripted_agent import ScriptedAgent, secure_channel
+from service import Operator, running
 
 from roundtable.client.agent.installation import Installation
-from roundtable.core.identity.credentials import issue
-from roundtable.proto import agent_pb2
+from roundtable.core.identity.credentials import issue, load_silo_identity
+from roundtable.core.identity.signing import passage_values, sign
+from roundtable.proto import PROTOCOL_VERSION, agent_pb2, relay_pb2, relay_pb2_grpc
 from roundtable.server import Coordinator, ServerConfig
+from roundtable.server.store.agent_rows import stored_clients
 
 
 async def greet(agent: ScriptedAgent, installation: Installation, **changes: Any) -> Any:
@@ -136,9 +139,122 @@ async def test_new_credentials_bind_anew(
     coordinator: Coordinator, certificates: Path, alder: ScriptedAgent, tmp_path: Path
 ) -> None:
     fresh = issue(certificates / "ca", "alder", "agent", tmp_path / "fresh")
-    agent = ScriptedAgent(coordinator.port, fresh)
-    assert (await greet(agent, Installation(tmp_path / "moved", "alder"))).HasField("welcome")
+    agent, moved = ScriptedAgent(coordinator.port, fresh), Installation(tmp_path / "moved", "alder")
+    shown = {"identity": (fresh / "identity.crt").read_bytes()}
+    assert (await greet(agent, moved, **shown)).HasField("welcome")
     await agent.close()
+
+
+class ByRelay:
+    """A relay's stream on which one silo at a time speaks."""
+
+    def __init__(self, trunk: Any) -> None:
+        self.trunk = trunk
+
+    async def say(self, **message: Any) -> Any:
+        """What the silo is told when it has said this."""
+        said = relay_pb2.SaidBySilo(silo="alder", message=agent_pb2.FromAgent(**message))
+        await self.trunk.write(relay_pb2.FromRelay(said=said))
+        while (heard := await self.trunk.read()).WhichOneof("message") != "said":
+            pass
+        return heard.said.message
+
+    async def greet(self, silo: Path, installation: Installation) -> Any:
+        """Says hello as this installation with these credentials; the answer to its proof."""
+        identity, key = load_silo_identity(silo), installation.public_key
+        signature = sign(identity, "passage", passage_values("alder", "south", key))
+        hello = agent_pb2.Hello(
+            version="test",
+            protocol=PROTOCOL_VERSION,
+            tasks=["t"],
+            clock=time.time(),
+            identity=identity.certificate,
+            installation=key,
+            passage=agent_pb2.Passage(relay="south", signature=signature),
+        )
+        challenge = (await self.say(hello=hello)).challenge
+        return await self.say(proof=installation.prove(challenge))
+
+
+@pytest.fixture
+async def by_relay(coordinator: Coordinator, certificates: Path) -> AsyncIterator[ByRelay]:
+    if not (certificates / "south").exists():
+        issue(certificates / "ca", "south", "relay", certificates / "south", hosts=("localhost",))
+    channel = secure_channel(coordinator.port, certificates / "south")
+    stub: Any = relay_pb2_grpc.RelaysStub(channel)
+    trunk = stub.Trunk()
+    hello = relay_pb2.RelayHello(version="test", protocol=PROTOCOL_VERSION, clock=time.time())
+    await trunk.write(relay_pb2.FromRelay(hello=hello))
+    assert (await trunk.read()).HasField("welcome")
+    yield ByRelay(trunk)
+    await channel.close()
+
+
+async def test_a_clone_comes_by_no_relay_either_and_the_agent_goes_on(
+    coordinator: Coordinator,
+    certificates: Path,
+    alder: ScriptedAgent,
+    own: Installation,
+    by_relay: ByRelay,
+    tmp_path: Path,
+) -> None:
+    session = coordinator._sessions.get("alder")
+    thief = Installation(tmp_path / "thief", "alder")
+    answer = await by_relay.greet(certificates / "alder", thief)
+    assert "belongs to another installation" in answer.refused.reason
+    assert coordinator._sessions.get("alder") is session
+    await alder.say(heartbeat=agent_pb2.Heartbeat(state="available"))
+    await alder.expect("heartbeat")
+    assert "by the relay south" in (await alder.expect("clone")).address
+    # It is the agent's own way as well, and new credentials are known there.
+    assert (await by_relay.greet(certificates / "alder", own)).HasField("welcome")
+    fresh = issue(certificates / "ca", "alder", "agent", tmp_path / "fresh")
+    assert (await by_relay.greet(fresh, thief)).HasField("welcome")
+
+
+@pytest.mark.parametrize("shows", ["its identity", "no identity"])
+async def test_a_clone_of_a_silo_behind_a_relay_does_not_come_beside_it(
+    coordinator: Coordinator,
+    certificates: Path,
+    own: Installation,
+    by_relay: ByRelay,
+    tmp_path: Path,
+    shows: str,
+) -> None:
+    assert (await by_relay.greet(certificates / "alder", own)).HasField("welcome")
+    session = coordinator._sessions.get("alder")
+    clone, thief = (
+        ScriptedAgent(coordinator.port, certificates / "alder"),
+        Installation(tmp_path / "thief", "alder"),
+    )
+    certificate = (certificates / "alder" / "identity.crt").read_bytes()
+    answer = await greet(clone, thief, identity=certificate if shows == "its identity" else b"")
+    await clone.close()
+    expected = "another installation" if shows == "its identity" else "must hold identity.crt"
+    assert expected in answer.refused.reason
+    assert coordinator._sessions.get("alder") is session
+    assert (await by_relay.say(heartbeat=agent_pb2.Heartbeat())).HasField("heartbeat")
+
+
+async def test_who_offers_nothing_takes_no_place_and_is_not_heard(
+    coordinator: Coordinator, certificates: Path, operator: Operator, alder: ScriptedAgent
+) -> None:
+    """A doctor proves no installation: with copied credentials it would speak for an agent that is away."""
+    async with ScriptedAgent(coordinator.port, certificates / "birch"):
+        job = await operator.submit('[cohort]\nsize = 2\nwait = "60s"\n[evaluation]\nevery = 0')
+        asked = await alder.expect("instruction")
+        await alder.close()
+        await operator.watch_for(job.id, "client_offline")
+        before = await coordinator._database.read(lambda c: stored_clients(c, ["alder"]))
+        thief = ScriptedAgent(coordinator.port, certificates / "alder", tasks=())
+        assert (await thief.connect()).HasField("welcome")
+        await thief.say(failure=agent_pb2.Failure(step=asked.step, kind="task_error", detail="by the thief"))
+        assert await thief.next() is None
+        await thief.close()
+        assert coordinator._sessions.get("alder") is None
+        assert await coordinator._database.read(lambda c: stored_clients(c, ["alder"])) == before
+        (shown,) = (each for each in (await operator.job(job.id)).clients if each.client == "alder")
+        assert (shown.state, shown.note) == ("offline", "")
 
 
 def test_the_key_is_for_its_owner_alone(own: Installation, tmp_path: Path) -> None:
