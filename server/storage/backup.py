@@ -2,7 +2,8 @@
 
 A backup may be made while the coordinator runs: it first sees to it that no artifact is deleted, then looks
 at the database, and then copies what it mentions there. The folder gets its name last: half a backup is none.
-What it does not hold: certificates and keys, and what had arrived of uploads that were under way.
+What it does not hold: certificates and keys, what had arrived of uploads that were under way, and what lets
+somebody in for a time (`NOT_IN_BACKUPS`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from roundtable.core.errors import StorageError
 from roundtable.core.identity.credentials import CA_CERTIFICATE, SiloIdentity, identity_of, load_silo_identity
 from roundtable.server.config import ServerConfig
 from roundtable.server.storage.backup_folder import MANIFEST, BackupFolder, object_name, staged
-from roundtable.server.storage.backup_proof import FORMAT, open_manifest, signed_manifest
+from roundtable.server.storage.backup_proof import (
+    FORMAT,
+    NOT_IN_BACKUPS,
+    open_manifest,
+    signed_manifest,
+)
 from roundtable.server.storage.copies import Vanished, stored_pieces
 from roundtable.server.storage.sealing import BackupKey, SetCipher
 from roundtable.server.store import Database
 from roundtable.server.store import audit as audit_store
 from roundtable.server.store.migrate import revision_of
-
-LEFT_OUT = {"alembic_version", "lease"}
 
 
 @dataclass
@@ -99,7 +103,7 @@ def _write_tables(database: Database, target: BackupFolder) -> dict[str, Any]:
     with database.snapshot() as connection:
         metadata = sa.MetaData()
         metadata.reflect(connection)
-        tables = [table for table in metadata.sorted_tables if table.name not in LEFT_OUT]
+        tables = [table for table in metadata.sorted_tables if table.name not in NOT_IN_BACKUPS]
         if "coordinator" not in metadata.tables:
             raise StorageError(f"database {database.url} holds no coordinator's state")
         names = {f"tables/{table.name}.jsonl": table for table in tables}

@@ -21,6 +21,10 @@ from roundtable.core.identity.signing import Signed, envelope, open_envelope
 from roundtable.server.storage.backup_folder import MANIFEST, TABLES, BackupFolder, object_name
 
 FORMAT = 2
+NOT_IN_BACKUPS = frozenset({"alembic_version", "lease", "page_sessions", "invitations", "pending"})
+"""Tables of which nothing is copied and nothing restored. The last three let somebody in, or wait for a
+second person, for a time: no entry of the audit log says that a row was not added, and one that was used up
+or ended since would be good again. People sign in, invite and ask anew."""
 _NAMED = 10
 Rows = list[dict[str, Any]]
 

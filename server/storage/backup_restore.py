@@ -21,7 +21,7 @@ from roundtable.core.identity.credentials import CA_CERTIFICATE, SiloIdentity, i
 from roundtable.core.machine.file_access import sync_folder
 from roundtable.server.config import ServerConfig
 from roundtable.server.storage.backup_folder import MANIFEST, BackupFolder, object_name
-from roundtable.server.storage.backup_proof import check_files, check_rows, open_manifest
+from roundtable.server.storage.backup_proof import NOT_IN_BACKUPS, check_files, check_rows, open_manifest
 from roundtable.server.storage.bucket import Bucket
 from roundtable.server.storage.copies import checked, make_folders, write_file
 from roundtable.server.storage.location import blob_name
@@ -145,7 +145,7 @@ def _load(connection: Connection, backup: BackupFolder, manifest: dict[str, Any]
     metadata.reflect(connection)
     for table in metadata.sorted_tables:
         name = f"tables/{table.name}.jsonl"
-        if name not in manifest["files"]:
+        if name not in manifest["files"] or table.name in NOT_IN_BACKUPS:
             continue
         if connection.execute(sa.select(sa.func.count()).select_from(table)).scalar():
             connection.execute(sa.delete(table))

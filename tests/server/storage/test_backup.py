@@ -27,7 +27,7 @@ from roundtable.core.identity.invitation import Secret
 from roundtable.proto import agent_pb2, common_pb2
 from roundtable.server import ServerConfig
 from roundtable.server.storage.backup import back_up
-from roundtable.server.storage.backup_proof import signed_manifest
+from roundtable.server.storage.backup_proof import NOT_IN_BACKUPS, signed_manifest
 from roundtable.server.storage.backup_restore import restore
 from roundtable.server.store import Database, tables
 
@@ -282,6 +282,92 @@ async def test_what_was_put_into_the_database_before_the_backup_contradicts_the_
     back_up(config, backup)
     with pytest.raises(StorageError, match=f"contradicts its own audit log: .*{said}"):
         restore(settings(state=str(tmp_path / "new")), backup)
+
+
+CHECKED = {"audit", "seals", "archives", "tokens", "revoked", "certificates"}
+"""Whose rows must follow from the audit log."""
+NOBODY = {
+    "clients",
+    "jobs",
+    "events",
+    "rounds",
+    "job_lines",
+    "job_clients",
+    "job_setups",
+    "updates",
+    "relayed_sums",
+    "artifacts",
+    "ledger",
+    "budgets",
+    "reports",
+    "coordinator",
+    "installations",
+}
+"""Whose rows let nobody in who has shown no certificate or token."""
+
+
+def test_each_table_is_left_out_of_backups_or_proven_or_lets_nobody_in() -> None:
+    """Whoever adds one says which it is."""
+    assert tables.metadata.tables.keys() | {"alembic_version"} == CHECKED | NOBODY | NOT_IN_BACKUPS
+
+
+async def test_nobody_is_let_in_by_what_a_backup_brings_back(
+    settings: Settings, certificates: Path, tmp_path: Path
+) -> None:
+    """Neither by rows that somebody has added, nor once more by what was used up since; also from a backup
+    that holds such rows."""
+    config, identity = settings(state=str(tmp_path / "old")), load_silo_identity(certificates / "coordinator")
+    admin = issue(certificates / "ca", "ada", "admin", tmp_path / "ada")
+
+    def ask(port: int) -> None:
+        with Administrator(f"localhost:{port}", admin) as ada:
+            ada.revoke("bea", "left", role="admin")
+
+    async with running(config) as coordinator:
+        await asyncio.to_thread(ask, coordinator.port)
+    planted = {
+        "page_sessions": {
+            "digest": "d" * 64,
+            "role": "admin",
+            "name": "eve",
+            "source": "certificate",
+            "credential": "c" * 64,
+            "created": 1.0,
+            "used": 4e9,
+            "expires": 4e9,
+        },
+        "invitations": {
+            "identifier": "i",
+            "silo": "alder",
+            "digest": "d" * 64,
+            "uses": 9,
+            "used": 0,
+            "author": "x",
+            "created": 1.0,
+            "expires": 4e9,
+        },
+    }
+    database = Database.open(config.database)
+    for name, row in planted.items():
+        planting = sa.insert(tables.metadata.tables[name]).values(row)
+        await database.write(lambda c, what=planting: c.execute(what))
+    database.close()
+    back_up(config, tmp_path / "backup")
+    manifest = json.loads((tmp_path / "backup" / "manifest.json").read_text())["statement"]
+    assert not {f"tables/{name}.jsonl" for name in NOT_IN_BACKUPS} & manifest["files"].keys()
+    # One that an earlier version has made holds them.
+    for name, row in planted.items():
+        line = json.dumps(row).encode() + b"\n"
+        (tmp_path / "backup" / "tables" / f"{name}.jsonl").write_bytes(line)
+        manifest["files"][f"tables/{name}.jsonl"] = blake3(line).hexdigest()
+    (tmp_path / "backup" / "manifest.json").write_bytes(signed_manifest(identity, manifest))
+    new = settings(state=str(tmp_path / "new"))
+    restore(new, tmp_path / "backup")
+    database = Database.open(new.database)
+    for name in ("page_sessions", "invitations", "pending"):
+        count = sa.select(sa.func.count()).select_from(tables.metadata.tables[name])
+        assert await database.read(lambda c, q=count: c.execute(q).scalar_one()) == 0, name
+    database.close()
 
 
 async def test_a_restore_stands_in_the_audit_log_that_it_restored(
