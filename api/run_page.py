@@ -220,11 +220,11 @@ class _OneToken:
     async def of_code(self, cookie: str, answer: ProviderAnswer, address: str) -> Principal:
         raise IdentityError("nobody signs in here at an identity provider")
 
-    def redeem(self, word: str) -> Principal | None:
+    def redeem(self, word: str) -> tuple[Principal, float] | None:
         return None
 
-    async def begin(self, who: Principal, credential: str) -> str:
-        del credential
+    async def begin(self, who: Principal, credential: str, given: float | None = None) -> str:
+        del credential, given
         secret = secrets.token_urlsafe(32)
         self._sessions[secret] = PageSession(who, secret)
         return secret

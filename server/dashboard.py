@@ -28,12 +28,14 @@ class PageCalls(Protocol):
 class PageSignIns(Protocol):
     """Who has signed in: `PageSessions`, or what stands for them."""
 
-    async def begin(self, who: Principal, credential: str) -> str:
-        """Signs somebody in; the secret for the browser."""
+    async def begin(self, who: Principal, credential: str, given: float | None = None) -> str:
+        """Signs somebody in who was `given` a word then, or has shown something else now; the secret for the
+        browser. IdentityError for who has been revoked since."""
         ...
 
-    def redeem(self, word: str) -> Principal | None:
-        """Whose word for a browser it is, which is then used up; None for any other text."""
+    def redeem(self, word: str) -> tuple[Principal, float] | None:
+        """Whose word for a browser it is, which is then used up, and when it was given; None for any other
+        text."""
         ...
 
     async def find(self, secret: str) -> PageSession | None:

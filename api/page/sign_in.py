@@ -60,17 +60,17 @@ class SignIn:
         token, onwards = form.get("token", [""])[0].strip(), _onwards(form.get("next", ["/"])[0])
         if not token:
             return _again("empty", onwards)
-        try:
-            who = self._behind.sessions.redeem(token)
-            if who is None:
-                who = await self._behind.access.of_bearer(token, address_of(request))
-        except (Refusal, IdentityError) as error:
-            return _again(_why(error), onwards)
         # An address of ours never holds the secret: it would be in histories and logs.
         known = credential_of(token)
         digest = hashlib.sha256(known.encode()).hexdigest()
-        kept = {"token": known, "certificate": who.serial}.get(who.source, digest)
-        return await self._begun(RedirectResponse(onwards, 303), who, kept)
+        try:
+            who, given = self._behind.sessions.redeem(token) or (None, None)
+            if who is None:
+                who = await self._behind.access.of_bearer(token, address_of(request))
+            kept = {"token": known, "certificate": who.serial}.get(who.source, digest)
+            return await self._begun(RedirectResponse(onwards, 303), who, kept, given)
+        except (Refusal, IdentityError) as error:
+            return _again(_why(error), onwards)
 
     async def _at_provider(self, request: Request) -> Response:
         """Sends the browser to the identity provider, with a cookie that its answer must come back with."""
@@ -104,15 +104,18 @@ class SignIn:
         try:
             answer = ProviderAnswer(state, code, issuer)
             who = await self._behind.access.of_code(asking, answer, address_of(request))
+            # A browser sends no cookie that is `Strict` on a way that has begun at another site: the page at
+            # this address goes on from here.
+            begun = await self._begun(_again("done", onwards), who, credential_of(code))
         except RoundtableError as error:
             log.info("signing in by the identity provider has failed: %s", error)
             return self._forgets(_again(_why(error), onwards))
-        # A browser sends no cookie that is `Strict` on a way that has begun at another site: the page at
-        # this address goes on from here.
-        return self._forgets(await self._begun(_again("done", onwards), who, credential_of(code)))
+        return self._forgets(begun)
 
-    async def _begun(self, answer: Response, who: Principal, kept: str) -> Response:
-        secret = await self._behind.sessions.begin(who, kept)
+    async def _begun(
+        self, answer: Response, who: Principal, kept: str, given: float | None = None
+    ) -> Response:
+        secret = await self._behind.sessions.begin(who, kept, given)
         log.info("%s has signed in to the page", who.label)
         answer.set_cookie(
             self._cookie, secret, secure=self._secure, httponly=True, samesite="strict", path="/"

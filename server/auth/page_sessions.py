@@ -24,7 +24,7 @@ from typing import cast, get_args
 from pydantic import Field, field_validator, model_validator
 from sqlalchemy.engine import Connection
 
-from roundtable.core.errors import ResourceError
+from roundtable.core.errors import IdentityError, ResourceError
 from roundtable.core.toml_tables import Seconds, Table
 from roundtable.server.auth.permissions import CALLERS, Caller
 from roundtable.server.auth.principals import Principal, Source
@@ -145,20 +145,26 @@ class PageSessions:
         self._words[_digest(word)] = who, expires
         return word, expires
 
-    def redeem(self, word: str) -> Principal | None:
-        """Whose word it is, which is then used up; None for what is none, or is void."""
+    def redeem(self, word: str) -> tuple[Principal, float] | None:
+        """Whose word it is, which is then used up, and when it was given; None for what is none or void."""
         if not word.startswith(_WORD):
             return None
         who, expires = self._words.pop(_digest(word), (None, 0.0))
-        return who if self._clock() < expires else None
+        return (who, expires - WORD_SECONDS) if who is not None and self._clock() < expires else None
 
-    async def begin(self, who: Principal, credential: str) -> str:
-        """Signs somebody in; the secret for the browser, which is kept nowhere else."""
+    async def begin(self, who: Principal, credential: str, given: float | None = None) -> str:
+        """Signs somebody in; the secret for the browser, which is kept nowhere else.
+
+        IdentityError for who has been revoked since they were `given` a word, or showed a token just now.
+        """
         secret, now = secrets.token_urlsafe(32), self._clock()
         expires = min(who.expires, now + self._longest)
         row = PageSessionRow(_digest(secret), who.role, who.name, who.source, credential, now, now, expires)
 
         def work(connection: Connection) -> None:
+            gone = trust.revoked_parties(connection).get(who.party)
+            if gone is not None and gone.time >= (now if given is None else given):
+                raise IdentityError(f"{who.name!r} has been revoked")
             for old in sessions_of(connection, who.role, who.name)[: -(MOST_SESSIONS - 1) or None]:
                 end_session(connection, old.digest)
             add_session(connection, row)

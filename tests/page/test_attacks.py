@@ -201,12 +201,19 @@ async def test_a_certificates_holder_signs_in_once_by_a_word_until_it_is_revoked
         assert (await browser.ask("GET", "/api/session")).status == 401
         pages._is_listed = world.coordinator.security.principals.is_listed
         assert (await browser.ask("GET", "/api/session")).status == 200
+        pages._clock = time.time
+        with Administrator(f"127.0.0.1:{world.coordinator.port}", certificates / "olga") as olga:
+            kept = await asyncio.to_thread(olga.open_page)
         admin = world.browser()
         await admin.sign_in(world.tokens["admin"])
         with Administrator(f"127.0.0.1:{world.coordinator.port}", certificates / "ada") as ada:
             await asyncio.to_thread(ada.revoke, "olga", "has left", "operator")
         assert (await browser.ask("GET", "/api/session")).status == 401
         assert (await admin.ask("GET", "/api/session")).status == 200
+        # A word that was given before is good for nobody any more.
+        late_thief = world.browser()
+        assert "why=role" in (await late_thief.sign_in(kept.word)).headers["location"]
+        assert late_thief.cookie == ""
 
 
 async def test_one_party_has_so_many_streams_and_they_end_with_the_service(
