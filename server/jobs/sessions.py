@@ -62,8 +62,9 @@ class AgentSession:
 class Sessions:
     """The connected agents. `joined` and `left` are called as agents connect and disconnect.
 
-    `identities` are those that agents have shown, checked; they outlast a connection. So does `disabled`:
-    agents that operators have disabled, by name, and why.
+    `identities` are those that agents have shown, checked; they outlast a connection. So do `known`, all that
+    have come since the coordinator's start, with an identity or without one, and `disabled`: agents that
+    operators have disabled, by name, and why.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Sessions:
         self._joined = joined
         self._left = left
         self.identities: dict[str, Identity] = {}
+        self.known: set[str] = set()
         self.disabled: dict[str, str] = {}
         self._sessions: dict[str, AgentSession] = {}
 
@@ -95,6 +97,18 @@ class Sessions:
     def certificates(self) -> list[ShownCertificate]:
         """What the agents that are connected have shown."""
         return [session.shown for session in self._sessions.values()]
+
+    def know(self, name: str, identity: Identity | None) -> None:
+        """Notes that an agent has come, with what it signs by from now on."""
+        self.known.add(name)
+        self.identities.pop(name, None)
+        if identity is not None:
+            self.identities[name] = identity
+
+    def know_of(self, name: str, identity: Identity) -> None:
+        """A relay has shown what an agent signs by; it counts until that shows one itself."""
+        if name not in self.identities:
+            self.know(name, identity)
 
     def open(self, client: AgentRow, shown: ShownCertificate) -> AgentSession:
         """A new session; an older one under the same name ends. A disabled agent is told that it is."""

@@ -228,10 +228,7 @@ class AgentService(agent_pb2_grpc.AgentsServicer):
             return client, known, old
         if clone := await self._installations.objection(line, hello.installation, keys, known.installations):
             return client, known, clone
-        identities = self._services.sessions.identities
-        identities.pop(name, None)
-        if identity is not None:
-            identities[name] = identity
+        self._services.sessions.know(name, identity)
         return client, known, ""
 
     def _welcome(self, clone: CloneSighting | None) -> agent_pb2.Welcome:

@@ -93,11 +93,11 @@ class AboveAll:
         self.clock = services.clock
         self.heartbeat = services.sessions.heartbeat
         self.coordinator = services.database.identity
-        self._identities = services.sessions.identities
+        self._know = services.sessions.know_of
 
     def bear(self, bearer: Bearer, key: bytes) -> None:
         """Updates of this silo are checked by this key, until it shows one itself."""
-        self._identities.setdefault(bearer.silo, Identity(bearer.identity, key))
+        self._know(bearer.silo, Identity(bearer.identity, key))
 
 
 class RelayService(relay_pb2_grpc.RelaysServicer):

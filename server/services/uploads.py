@@ -45,10 +45,9 @@ from roundtable.server.store.jobs import receipt_of
 log = logging.getLogger("roundtable.server.services.uploads")
 
 MOST_CORRUPTIONS = 3
-ALONE = (
-    "the update goes on from a region's model (regions.rounds), and counts only within the sum of that "
-    "region's relay"
-)
+ALONE = "the update goes on from a region's model (regions.rounds), and counts only in the sum of its relay"
+UNKNOWN = "an update comes before its silo since this coordinator was started: open the control stream first"
+"""Or who holds the key of its connection alone would be believed without a signature."""
 Part = Piece | agent_pb2.UploadHeader | None
 
 
@@ -140,6 +139,8 @@ class Uploads:
         verdict = runner.wants(client, step) if runner else "stale"
         if runner is None or verdict != "wanted":
             return await self._settled(client, update, verdict)
+        if client not in self._services.sessions.known:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, UNKNOWN)
         offer = Offer(client, update, runner, self._services.sessions.identities.get(client))
         alone = not model and runner.job.regions.first(step.round) != step.round
         asked = model or ("" if alone else runner.instructions.model_of(client, step))

@@ -333,4 +333,4 @@ async def test_a_single_update_after_rounds_within_a_region_is_rejected(
     await started(operator, region[1], JOB.replace("sum = true", "sum = true\nrounds = 3"), rounds=3)
     receipt = await alder.agent.upload(alder.header(), alder.data)
     assert receipt.status == Status.REJECTED
-    assert "counts only within the sum of that region's relay" in receipt.reason
+    assert "counts only in the sum of its relay" in receipt.reason

@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+import torch
 from scripted_agent import ScriptedAgent, secure_channel
 from service import Operator, running
 
@@ -259,3 +261,28 @@ async def test_who_offers_nothing_takes_no_place_and_is_not_heard(
 
 def test_the_key_is_for_its_owner_alone(own: Installation, tmp_path: Path) -> None:
     assert (tmp_path / "own" / "installation.key").stat().st_mode & 0o077 == 0
+
+
+async def test_who_holds_the_key_of_a_connection_alone_uploads_nothing_before_the_silo_is_back(
+    settings: Callable[..., ServerConfig], certificates: Path, own: Installation
+) -> None:
+    """A coordinator that was started again does not know the silo's identity until it says hello."""
+    config, shown = settings(), {"identity": (certificates / "alder" / "identity.crt").read_bytes()}
+    async with running(config) as coordinator, Operator(coordinator.port, certificates / "olga") as operator:
+        alder = ScriptedAgent(coordinator.port, certificates / "alder")
+        assert (await greet(alder, own, **shown)).HasField("welcome")
+        await operator.submit("[cohort]\nsize = 1\nminimum = 1\n[evaluation]\nevery = 0")
+        asked = await alder.expect("instruction")
+        await alder.close()
+    async with running(config) as coordinator:
+        thief = ScriptedAgent(coordinator.port, certificates / "alder")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await thief.answer(asked, torch.ones(4))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        await thief.close()
+        alder = ScriptedAgent(coordinator.port, certificates / "alder")
+        assert (await greet(alder, own, **shown)).HasField("welcome")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await alder.answer(asked, torch.ones(4))
+        assert "is not signed by the silo's identity" in (refused.value.details() or "")
+        await alder.close()
