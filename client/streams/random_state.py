@@ -14,10 +14,11 @@ class DataRandomness:
     """Within it the global CPU generators of torch, NumPy and Python are the data set's, as it left them.
 
     So what a data set draws depends on its own draws alone: examples that are read again, or skipped, come
-    out alike, whatever a model drew in between.
+    out alike, whatever a model drew in between. It begins at `seed`, or as it finds the generators.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None = None) -> None:
+        self._seed = seed
         self._own: Any = None
         self._outer: Any = None
 
@@ -25,6 +26,8 @@ class DataRandomness:
         self._outer = _states()
         if self._own is not None:
             _put(self._own)
+        elif self._seed is not None:
+            seed_generators(self._seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

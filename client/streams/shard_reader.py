@@ -12,7 +12,7 @@ from roundtable.client.streams.lane_feeds import LaneFeed, LaneStart, WorkerFeed
 from roundtable.client.streams.lanes import MOST_MARKS, LanePlace, StreamSeed
 from roundtable.client.streams.random_state import DataRandomness
 from roundtable.client.streams.shard_marks import ShardMark
-from roundtable.client.streams.shares import WHOLE, ReadingShare
+from roundtable.client.streams.shares import WHOLE, ReadingShare, sharers
 from roundtable.client.streams.tar_shards import TarShards
 from roundtable.client.streams.workers import Workers
 from roundtable.core.errors import EncodingError, NoExamples, TaskError
@@ -39,8 +39,10 @@ class ShardReader:
         taken, places = _checked(source, position)
         self._taken = taken
         self._last: list[Any] = []
-        self._places = {lane: places[lane] for lane in _lanes_of(share, source.lanes)}
-        lanes = [LaneStart(lane, place, self._part(lane)) for lane, place in self._places.items()]
+        self._places = {lane: places[lane] for lane in share.lanes(source.lanes)}
+        lanes = [
+            LaneStart(lane, place, share.turn(lane, source.lanes)) for lane, place in self._places.items()
+        ]
         self._feed: LaneFeed | WorkerFeed
         if workers.count:
             self._feed = WorkerFeed(source, seed, taken, lanes, workers)
@@ -87,11 +89,6 @@ class ShardReader:
     def close(self) -> None:
         self._feed.close()
 
-    def _part(self, lane: int) -> tuple[int, int]:
-        """Which of a lane's records are this share's."""
-        lanes = self._source.lanes
-        return self._share.rank // lanes, _sharers(lane, lanes, self._share.ranks)
-
 
 def merged(positions: Iterable[Position]) -> Position:
     """The whole position, from those of all who share the reading; without lanes each knows all."""
@@ -106,23 +103,12 @@ def _plain(place: LanePlace) -> list[Any]:
     return [place.shard, place.offset, *(mark.plain for mark in place.marks)]
 
 
-def _lanes_of(share: ReadingShare, lanes: int) -> range:
-    if share.ranks <= lanes:
-        return range(share.rank, lanes, share.ranks)
-    return range(share.rank % lanes, share.rank % lanes + 1)
-
-
-def _sharers(lane: int, lanes: int, ranks: int) -> int:
-    """How many ranks share a lane."""
-    return max(1, -(-(ranks - lane) // lanes))
-
-
 def _owner(number: int, lanes: int, ranks: int) -> int:
     """The rank that takes example `number` of the whole."""
     lane = number % lanes
     if ranks <= lanes:
         return lane % ranks
-    return lane + lanes * (number // lanes % _sharers(lane, lanes, ranks))
+    return lane + lanes * (number // lanes % sharers(lane, lanes, ranks))
 
 
 def _checked(source: TarShards, position: Position | None) -> tuple[int, list[LanePlace]]:

@@ -13,6 +13,22 @@ class ReadingShare:
     rank: int
     ranks: int
 
+    def lanes(self, lanes: int) -> range:
+        """Those of so many lanes that it reads: its own, or one that it shares where there are fewer than
+        ranks."""
+        if self.ranks <= lanes:
+            return range(self.rank, lanes, self.ranks)
+        return range(self.rank % lanes, self.rank % lanes + 1)
+
+    def turn(self, lane: int, lanes: int) -> tuple[int, int]:
+        """(its turn, how many take turns) in one of its lanes."""
+        return self.rank // lanes, sharers(lane, lanes, self.ranks)
+
+
+def sharers(lane: int, lanes: int, ranks: int) -> int:
+    """How many ranks share a lane."""
+    return max(1, -(-(ranks - lane) // lanes))
+
 
 def largest_share(examples: int, ranks: int, lanes: int = 0) -> int:
     """The most of so many examples in a row that one of `ranks` takes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from roundtable.client.batch_tensors import examples_in, moved
-from roundtable.client.streams.iterables import from_the_beginning
+from roundtable.client.streams.shares import WHOLE, ReadingShare
+from roundtable.client.streams.stream_parts import batches_in_parts
 from roundtable.client.training.loaders import (
+    DrawnByBatch,
     base_of,
     check_loader,
     collate_of,
@@ -35,11 +37,13 @@ T = TypeVar("T")
 
 
 class Batch(NamedTuple):
-    """What `Task.loss` gets, and where it stands: `epoch` from 1, `size` in examples."""
+    """What `Task.loss` gets, and where it stands: `epoch` from 1, `size` in examples, `place` among all of an
+    evaluation."""
 
     epoch: int
     size: int
     data: Any
+    place: int = 0
 
 
 class Ordering(TypedDict):
@@ -165,27 +169,45 @@ def steps_of_stream(dataset: Any, steps: int | None) -> int:
     return steps
 
 
-def ordered_batches(dataset: Any, batch_size: int, device: torch.device | None = None) -> Iterator[Batch]:
-    """The data set once, in its own order; nothing for an empty one or None."""
+def ordered_batches(
+    dataset: Any,
+    batch_size: int,
+    device: torch.device | None = None,
+    *,
+    share: ReadingShare = WHOLE,
+    seed: int | None = None,
+) -> Iterator[Batch]:
+    """The data set once, in its own order; nothing for an empty one or None.
+
+    Of a `share` those batches that are its own, the same ones as without sharing, and nothing else is read:
+    each `ranks`th, or of a stream as `batches_in_parts` says. What the data set draws while a batch is read
+    follows from `seed`, whoever reads it; without one from the global generators.
+    """
     examples = count_examples(dataset)
     tensors = as_tensors(dataset) if examples else None
     if examples is None:
-        examples_once = from_the_beginning(base_of(dataset))
-        while part := list(islice(examples_once, batch_size)):
-            yield Batch(1, len(part), moved(collate_of(dataset)(part), device))
-    elif tensors is not None:
-        for start in range(0, examples, batch_size):
+        collate = collate_of(dataset)
+        for place, part in batches_in_parts(base_of(dataset), batch_size, share, seed):
+            yield Batch(1, len(part), moved(collate(part), device), place)
+        return
+    places = range(share.rank, batches_of(examples, batch_size), share.ranks)
+    if tensors is not None:
+        for place in places:
+            start = place * batch_size
             # A copy, for a task may change its batch.
             parts = (
                 t[start : start + batch_size].clone(memory_format=torch.contiguous_format) for t in tensors
             )
-            yield Batch(1, min(batch_size, examples - start), tuple(moved(part, device) for part in parts))
+            size = min(batch_size, examples - start)
+            yield Batch(1, size, tuple(moved(part, device) for part in parts), place)
     elif examples:
         rows, sampler = count_examples(base_of(dataset)) or 0, own_sampler(dataset)
         order = torch.arange(rows)
         if sampler is not None:
             order = sampled_order(sampler, rows, torch.Generator())
-        yield from _epoch(dataset, order, 1, batch_size, device)
+        taken = [part.tolist() for part in torch.split(order, batch_size)][share.rank :: share.ranks]
+        for place, batch in enumerate(_loaded(dataset, taken, 1, device, seed=seed)):
+            yield batch._replace(place=share.rank + place * share.ranks)
 
 
 def asking(batches: Iterable[T], before: Callable[[], None] | None) -> Iterator[T]:
@@ -237,16 +259,7 @@ def _epoch(
     tensors = as_tensors(dataset)
     if tensors is None:
         rows = [part.tolist() for part in torch.split(order, batch_size)]
-        try:
-            yield from _numbered(_loader(dataset, rows, epoch, generator), epoch, device)
-        except RoundtableError as error:
-            if not workers_of(dataset):
-                raise
-            # torch puts a worker's traceback into the message, which may leave the silo.
-            raise TaskError(
-                f"the data set raised {type(error).__name__} in a process of its DataLoader (the silo's log "
-                "has the details)"
-            ) from error
+        yield from _loaded(dataset, rows, epoch, device, generator)
         return
     if sum(tensor.nbytes for tensor in tensors) <= _COPY_LIMIT_BYTES:
         copies = [moved(tensor.index_select(0, order), device) for tensor in tensors]
@@ -258,23 +271,35 @@ def _epoch(
             yield Batch(epoch, len(places), parts)
 
 
-def _loader(
-    dataset: Any, rows: list[list[int]], epoch: int, generator: torch.Generator | None
-) -> DataLoader[Any]:
-    """Loads these batches as the data set's own DataLoader does, if it has one."""
+def _loaded(
+    dataset: Any,
+    rows: list[list[int]],
+    epoch: int,
+    device: torch.device | None,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+) -> Iterator[Batch]:
+    """These batches, loaded as the data set's own DataLoader does, if it has one."""
     # The loader would otherwise draw its base seed from the global generator; workers are seeded with it.
     seeds = torch.Generator()
     if (workers := workers_of(dataset)) and generator is not None:
         seeds.manual_seed(derive_seed(generator.initial_seed(), "workers", epoch))
-    return DataLoader(
-        for_workers(dataset) if workers else base_of(dataset),
+    source = for_workers(dataset) if workers else base_of(dataset)
+    loader = DataLoader(
+        source if seed is None else DrawnByBatch(source, seed),
         batch_sampler=rows,
         collate_fn=collate_of(dataset),
         generator=seeds,
         **workers,
     )
-
-
-def _numbered(loader: DataLoader[Any], epoch: int, device: torch.device | None) -> Iterator[Batch]:
-    for data in loader:
-        yield Batch(epoch, examples_in(data), moved(data, device))
+    try:
+        for data in loader:
+            yield Batch(epoch, examples_in(data), moved(data, device))
+    except RoundtableError as error:
+        if not workers:
+            raise
+        # torch puts a worker's traceback into the message, which may leave the silo.
+        raise TaskError(
+            f"the data set raised {type(error).__name__} in a process of its DataLoader (the silo's log "
+            "has the details)"
+        ) from error

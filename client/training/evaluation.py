@@ -25,7 +25,14 @@ from roundtable.core.layout import Layout
 from roundtable.core.seeds import derive_seed, isolated_randomness, seed_all
 from roundtable.core.task import AnyTask, ArrayTask, in_context
 
+EVALUATION_SEED = derive_seed(0, "evaluation")
+
 Prepare = Callable[[nn.Module], None]
+
+
+def seed_batch(batch: Batch, device: torch.device) -> None:
+    """What a model draws while it is measured follows from the batch, whoever measures which of them."""
+    seed_all(derive_seed(EVALUATION_SEED, "batch", batch.place), device)
 
 
 class Measure(Protocol):
@@ -87,13 +94,12 @@ def evaluation(
     before_batch: BeforeBatch | None = None,
 ) -> Iterator[Measure]:
     """`evaluate` for one data set after the other: the model is put in place once for all of them, and each
-    begins with the same seed. A task must not change the model meanwhile; `prepare` may, once, before: an
+    draws alike. A task must not change the model meanwhile; `prepare` may, once, before: an
     algorithm with personal models."""
     layout = layout.model
     vector = vector[: layout.size]
     device = torch.device(device)
-    seed = derive_seed(0, "evaluation")
-    with isolated_randomness(seed, device):
+    with isolated_randomness(EVALUATION_SEED, device):
         if isinstance(task, ArrayTask):
             local = {**local_of(model, layout), **(local or {})}
             arrays = arrays_of(layout, vector, local)
@@ -104,11 +110,13 @@ def evaluation(
         told_task = task if context is None else in_context(task, context)
 
         def measure(data: Any, ready: Iterable[Batch] | None = None) -> Metrics:
-            seed_all(seed, device)
             sums: Metrics = {}
             counts = Counts(task)
-            given = ordered_batches(data, batch_size, device) if ready is None else ready
+            given = ready
+            if given is None:
+                given = ordered_batches(data, batch_size, device, seed=EVALUATION_SEED)
             for batch in asking(islice(given, batches), before_batch):
+                seed_batch(batch, device)
                 loss = told_task.loss(module, batch.data)
                 add(sums, {"loss": (float(loss) * batch.size, batch.size)})
                 if (own := getattr(told_task, "metrics", None)) is not None:

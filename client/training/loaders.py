@@ -21,9 +21,10 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
+from roundtable.client.streams.random_state import DataRandomness
 from roundtable.core.errors import TaskError
 from roundtable.core.plugins.folder_imports import FilesFirst
-from roundtable.core.seeds import isolated_randomness
+from roundtable.core.seeds import derive_seed, isolated_randomness
 
 Collate = Callable[[list[Any]], Any]
 _CPU = torch.device("cpu")
@@ -81,6 +82,20 @@ class _Carried(Dataset[Any]):
 
 def _second(first: FilesFirst, dataset: Any) -> Any:
     return dataset
+
+
+class DrawnByBatch(Dataset[Any]):
+    """A data set that draws for each batch from a seed of its own, in whichever process it is read."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        with DataRandomness(derive_seed(self._seed, "rows", len(rows), *rows[:1])):
+            if (many := getattr(self._dataset, "__getitems__", None)) is not None:
+                return list(many(rows))
+            return [self._dataset[row] for row in rows]
 
 
 def check_loader(data: Any, batch_size: int) -> None:

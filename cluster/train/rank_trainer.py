@@ -6,23 +6,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roundtable.client.batch_tensors import moved
 from roundtable.client.streams.lanes import StreamSeed
 from roundtable.client.streams.readers import lanes_of
-from roundtable.client.streams.shares import largest_share
-from roundtable.client.training.batches import count_examples, ordered_batches
-from roundtable.client.training.metrics import Counts, Metrics, add, checked
+from roundtable.client.streams.shares import ReadingShare, largest_share
+from roundtable.client.training.batches import count_examples
+from roundtable.client.training.metrics import Metrics
 from roundtable.client.training.sgd import Correction, RoundSchedule
 from roundtable.cluster.parallel.apply_strategy import set_products
 from roundtable.cluster.parallel.experts import expert_loads
-from roundtable.cluster.parallel.meshes import Meshes, gather_names
+from roundtable.cluster.parallel.meshes import Meshes
 from roundtable.cluster.parallel.shards import Places, finite
 from roundtable.cluster.parallel.shared_batch_norm import batch_norms, refuse_parts
 from roundtable.cluster.parallel.strategy import Strategy
@@ -33,6 +31,7 @@ from roundtable.cluster.stepping.agreed_step import AgreedStep, PendingFigures
 from roundtable.cluster.stepping.diloco import OuterOptimizer
 from roundtable.cluster.stepping.local_parameters import drop_gradients
 from roundtable.cluster.stepping.loss_scaling import LossScale
+from roundtable.cluster.stepping.rank_evaluation import RankEvaluation
 from roundtable.cluster.stepping.rank_shares import ForwardClock, next_shares
 from roundtable.cluster.stepping.sharded_optimizer import (
     align_gradients,
@@ -315,45 +314,13 @@ class RankTrainer:
         """Evaluates on the test data: named (sum, count), "loss" among them, the same on every rank.
 
         `beat` is called with each batch, so that somebody knows that it goes on; it may raise on all ranks.
-        Ranks with different examples share the batches out. Shards are gathered together, so that all run
-        equally many: who has none left runs another's again, and does not count it.
         """
-        sums: Metrics = {}
-        counts = Counts(self.task)
         self.replica.train(False)
-        ranks, rank = self.strategy.mesh.data, self.meshes.data_rank
-        batches = ordered_batches(data, batch_size)
-        with torch.no_grad(), isolated_randomness(derive_seed(0, "evaluation"), self.device):
-            while turn := list(islice(batches, ranks)):
-                beat()
-                batch = turn[min(rank, len(turn) - 1)]
-                here = moved(batch.data, self.device)
-                model = self.replica.model_for(here)
-                if model is None:
-                    continue
-                found = self._measure(model, here, batch.size)
-                if rank < len(turn) and not self.meshes.place("tp"):
-                    counts.add(found, batch.size)
-                    add(sums, found)
-        counts.warn()
-        return self._summed(sums)
-
-    def _measure(self, model: Any, data: Any, size: int) -> Metrics:
-        with self.replica.precision():
-            sums: Metrics = {"loss": (float(self.task.loss(model, data)) * size, size)}
-            if (measure := getattr(self.task, "metrics", None)) is not None:
-                add(sums, checked(measure(model, data), self.task, reserved="loss"))
-        return sums
-
-    def _summed(self, sums: Metrics) -> Metrics:
-        """Adds up over all ranks; only those that counted know the names, so ranks agree on them first."""
-        names = sorted({name for names in gather_names(sorted(sums)) for name in names})
-        if not names:
-            return {}
-        pairs = [sums.get(name, (0.0, 0)) for name in names]
-        table = torch.tensor(pairs, dtype=torch.float64, device=self.device)
-        dist.all_reduce(table)
-        return {name: (float(row[0]), int(row[1])) for name, row in zip(names, table.tolist(), strict=True)}
+        share = ReadingShare(self.meshes.data_rank, self.strategy.mesh.data)
+        counts = not self.meshes.place("tp")
+        place = self.replica
+        ranks = RankEvaluation(self.task, share, self.device, counts, place.model_for, place.precision)
+        return ranks.over(data, batch_size, beat)
 
     def _gradients(
         self, share: Share, taking: AgreedStep, arriving: Prefetched, wishes: Wishes

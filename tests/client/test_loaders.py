@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 from training_processes import ask
 
+from roundtable.client.streams.shares import ReadingShare
 from roundtable.client.streams.workers import Workers
 from roundtable.client.training.batches import count_examples, ordered_batches, training_batches
 from roundtable.client.training.local_work import steps_of
@@ -140,6 +141,23 @@ def test_evaluation_takes_the_examples_of_the_sampler_once() -> None:
     assert [batch.data["id"].tolist() for batch in ordered_batches(data, 2)] == [[3, 1], [4]]
     shuffled = ordered_batches(loader(shuffle=True), 5)
     assert [batch.data["id"].tolist() for batch in shuffled] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_workers": 1}, {"sampler": [9, 3, 3, 1, 4, 2]}])
+def test_those_who_share_an_evaluation_get_the_batches_and_draws_of_one(arguments: dict[str, Any]) -> None:
+    data = loader(**arguments)
+    alone = [
+        (batch.place, batch.data["id"].tolist(), batch.data["draw"])
+        for batch in ordered_batches(data, 2, seed=7)
+    ]
+    torch.rand(3)  # What others draw meanwhile does not count.
+    shared = [
+        (batch.place, batch.data["id"].tolist(), batch.data["draw"])
+        for rank in range(3)
+        for batch in ordered_batches(data, 2, share=ReadingShare(rank, 3), seed=7)
+    ]
+    assert sorted(shared) == alone
+    assert len({draw for _, _, draws in alone for draw in draws}) == sum(len(draws) for _, _, draws in alone)
 
 
 class Secret(Words):

@@ -210,9 +210,8 @@ class _Together:
         for n in clients:
             place = self._places[n]
             pieces = zip(*(map(aligned, column[place]) for column in columns), strict=True)
-            ready[n] = [
-                Batch(1, size, piece) for size, piece in zip(self.lengths[place], pieces, strict=True)
-            ]
+            sized = enumerate(zip(self.lengths[place], pieces, strict=True))
+            ready[n] = [Batch(1, size, piece, number) for number, (size, piece) in sized]
             given += outputs[place]
         if ready:
             served.expect([batch.data for own in ready.values() for batch in own], given)
