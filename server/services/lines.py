@@ -37,8 +37,13 @@ GATHERING = 0.05
 next one."""
 
 
+MOST_WAITING = 200_000
+"""Messages of a trunk that wait to be read: several for each of the most silos that a relay may have."""
+
+
 class Outbox(Generic[Said]):
-    """Messages of a trunk on their way, oldest first; `None` ends it."""
+    """Messages of a trunk on their way, oldest first; `None` ends it, and so do more than may wait: who is at
+    the other end reads nothing, or says what leads to more answers than it takes."""
 
     def __init__(self) -> None:
         self._waiting: deque[Said | None] = deque()
@@ -48,6 +53,9 @@ class Outbox(Generic[Said]):
 
     def put(self, message: Said | None) -> None:
         """Queues a message."""
+        if len(self._waiting) >= MOST_WAITING:
+            self._waiting.clear()
+            message = None
         self._waiting.append(message)
         self._came.set()
 

@@ -291,6 +291,22 @@ async def test_an_outbox_gives_in_one_what_may_travel_in_one_and_keeps_the_order
     assert taken == [small[:3], small[3:], [large[0]], [large[1]], [small[0]], []]
 
 
+async def test_what_waits_for_who_reads_nothing_is_dropped_and_ends_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each silo that a relay names and that is not here it is told so: it can name more than it reads."""
+    monkeypatch.setattr("roundtable.server.services.lines.MOST_WAITING", 3)
+    outbox: Outbox[relay_pb2.ToRelay] = Outbox()
+    ended = [relay_pb2.ToRelay(ended=f"silo{number}") for number in range(9)]
+    for message in ended[:3]:
+        outbox.put(message)
+    assert await outbox.take(9) == ended[:3]
+    for message in ended:
+        outbox.put(message)
+        assert len(outbox._waiting) <= 3
+    assert await outbox.take(9) == []
+
+
 async def test_of_two_installations_that_come_in_one_transaction_the_first_is_bound(
     coordinator: Coordinator,
 ) -> None:
