@@ -151,6 +151,11 @@ class AgentTable(Table):
     @field_validator("log_sharing")
     @classmethod
     def _of_known_tasks(cls, value: LogSharingTable, info: ValidationInfo) -> LogSharingTable:
+        if "figures" in value.kinds and getattr(info.data.get("policy"), "metrics", "all") == "none":
+            raise ValueError(
+                'kinds holds "figures", lines with losses, and [policy] metrics = "none" lets none leave: '
+                "leave one of the two out"
+            )
         if unknown := sorted({*(value.tasks or ())} - {*info.data.get("tasks", ())}):
             raise ValueError(f"tasks: [tasks] names no {', '.join(map(repr, unknown))}")
         return value

@@ -38,7 +38,7 @@ _SENTENCES = {
     "may show any model between two rounds that go up, under its signature",
     "bases": "against whoever submits jobs: rt.HuggingFaceTask and rt.HuggingFaceClassifier read their base "
     "there or in the cache alone; other code of a task is not held to it",
-    "metrics": "against the coordinator: no metric leaves",
+    "metrics": "against the coordinator: no metric leaves, and nothing that a loss can be told from exactly",
 }
 
 

@@ -129,7 +129,9 @@ class PolicyTable(Table):
     )
     hours: str | None = Field(None, description='when work may begin, local time, for example "20:00-06:00"')
     metrics: Literal["all", "none"] = Field(
-        "all", description="none: no metric and no loss leaves the silo, inside a secure sum neither"
+        "all",
+        description="none: no metric and no loss leaves the silo, inside a secure sum neither; algorithms "
+        "whose updates tell the loss exactly (qfedavg) are refused, also with metrics_digits",
     )
     metrics_digits: int | None = Field(
         None, ge=0, le=12, description="decimals to which the mean of each metric is rounded before it leaves"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from roundtable.client.policy.analysis_rules import analysis_objections
 from roundtable.client.policy.policy_table import PolicyTable, TaskTable, hours_of
 from roundtable.client.policy.privacy_rules import privacy_objections
+from roundtable.core.algorithms.known_algorithms import find_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings.foreign.approval import not_approved
 from roundtable.core.errors import ConfigError
@@ -50,6 +52,7 @@ class Rules:
             *self._to_size(job),
             *self._to_encoding(job),
             *self._to_sums(job),
+            *self._to_losses(job),
             *privacy_objections(self.policy, job),
             *analysis_objections(self.policy.analyses, job),
             *self._to_time(now),
@@ -160,6 +163,18 @@ class Rules:
                 f"up to {job.regions.rounds - 1} rounds on end the job works with a relay's own models "
                 "(regions.rounds), and this silo takes no relay's ([policy] regional_models)"
             )
+
+    def _to_losses(self, job: JobConfig) -> Iterator[str]:
+        """An algorithm that is not known here is refused where it is to be made."""
+        key = "metrics_digits" if self.policy.metrics == "all" else "metrics"
+        if self.policy.metrics == "all" and self.policy.metrics_digits is None:
+            return
+        with suppress(ConfigError):
+            if find_algorithm(job.algorithm.name).tells_loss:
+                yield (
+                    f"what clients send of algorithm {job.algorithm.name!r} tells the loss on all of their "
+                    f"training data, exactly, and this silo lets no such figure leave ([policy] {key})"
+                )
 
     def _to_time(self, now: datetime) -> Iterator[str]:
         if self.policy.hours is None:

@@ -195,6 +195,7 @@ class SecondModel:
 class ClientAlgorithm:
     """One way to train at a client. An instance serves one job; what differs by client is in the round.
 
+    tells_loss: whether a client's loss can be told from what it sends, by the server that does its part.
     looks_back: whether `gradients` looks at the batch of the step before. keeps: what a client goes on from
     in the next round beside the global model, for people, where `end` gives some to keep.
     """
@@ -203,6 +204,7 @@ class ClientAlgorithm:
     places: tuple[AlgorithmPlace, ...] = ()
     composition: Composition = Composition()
     measures: bool = False
+    tells_loss: bool = False
     answers: bool = False
     looks_back: bool = False
     keeps: str = ""

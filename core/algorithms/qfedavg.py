@@ -38,6 +38,7 @@ class QFedAvg(ClientAlgorithm):
     Table = QFedAvgTable
     places = (AlgorithmPlace(_CURVATURE, shape=(1,)),)
     measures = True
+    tells_loss = True
     composition = Composition(
         weightings=frozenset({"uniform"}),
         masked=False,

@@ -205,6 +205,21 @@ def test_metrics_stay_or_leave_rounded() -> None:
     assert rounded.keys() == {"loss", "accuracy"}
 
 
+def test_no_loss_leaves_inside_an_update_or_a_line_of_the_log_either(tmp_path: Path) -> None:
+    """The coordinator of q-FedAvg solves h = q F^(-q-1) |G|^2 + F^q / rate for F: it knows all else."""
+    fair = '[algorithm]\nname = "qfedavg"\nq = 1.0\n[aggregation]\nweighting = "uniform"'
+    assert said({}, job(fair)) == ""
+    assert "tells the loss" in said({"metrics": "none"}, job(fair))
+    assert "([policy] metrics_digits)" in said({"metrics_digits": 2}, job(fair))
+    assert said({"metrics": "none"}, job()) == ""
+    settings = 'coordinator = "hub:7443"\n[policy]\nmetrics = "none"\n[log_sharing]\nkinds = ["agent"]\n'
+    (tmp_path / "agent.toml").write_text(settings)
+    assert load_agent_config(tmp_path / "agent.toml").log_sharing.kinds == ["agent"]
+    (tmp_path / "agent.toml").write_text(settings.replace('"agent"', '"figures"'))
+    with pytest.raises(ConfigError, match="lines with losses"):
+        load_agent_config(tmp_path / "agent.toml")
+
+
 @pytest.fixture
 def silo(tmp_path: Path) -> AgentConfig:
     create_ca(tmp_path / "ca")
