@@ -36,6 +36,7 @@ from roundtable.server.metrics_page import CoordinatorPage, DatabaseAway
 from roundtable.server.open_doors import OpenDoors
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.coordinator_observer import CoordinatorObserver
+from roundtable.server.operations.lasting_work import LastingWork, lasting
 from roundtable.server.operations.measured_lines import MeasuredLines
 from roundtable.server.operations.populations import Populations
 from roundtable.server.operations.silo_setups import SiloSetups
@@ -203,20 +204,20 @@ class Coordinator:
         self._page.opened(self.jobs, self._sessions, self._database, self.security)
         behind = BehindThePage(doors.calls, self.security.pages, self.security.access)
         await self._dashboard.open(behind)
-        work = [
-            self._sessions.watch(),
-            self._keep_house(services.retention, archiving),
-            watch_clock(),
-            services.alerts.run(),
-            self.observer.tally.measure_lag(),
-            logs.run(),
-            Elastic(
-                config.pools, self.jobs.runners, self._sessions.clients, self.jobs.turns, alerts, self.clock
-            ).run(),
-        ]
+        runners, silos = self.jobs.runners, self._sessions.clients
+        work: dict[str, LastingWork] = {
+            "the watch for silent silos": self._sessions.watch,
+            "housekeeping": partial(self._keep_house, services.retention, archiving),
+            "copying": services.retention.replicas.run,
+            "the watch of the clock": watch_clock,
+            "passing on alerts": services.alerts.run,
+            "measuring the lag": self.observer.tally.measure_lag,
+            "keeping jobs' lines": logs.run,
+            "keeping pools": Elastic(config.pools, runners, silos, self.jobs.turns, alerts, self.clock).run,
+        }
         if self._bucket is not None:
-            work.append(self._bucket.run())
-        self._tasks.extend(loop.create_task(part) for part in work)
+            work["emptying the bucket"] = self._bucket.run
+        self._tasks.extend(loop.create_task(lasting(name, part)) for name, part in work.items())
 
     async def _find_artifacts(self) -> ArtifactStore:
         """Opens the store.
@@ -242,14 +243,10 @@ class Coordinator:
 
     async def _keep_house(self, retention: Retention, archiving: AuditArchiving) -> None:
         await retention.copy_newest()
-        copying = asyncio.get_running_loop().create_task(retention.replicas.run())
-        try:
-            while True:
-                await retention.sweep(self.clock())
-                await archiving.run(self.clock())
-                await asyncio.sleep(SWEEP_SECONDS)
-        finally:
-            copying.cancel()
+        while True:
+            await retention.sweep(self.clock())
+            await archiving.run(self.clock())
+            await asyncio.sleep(SWEEP_SECONDS)
 
     def _joined(self, client: AgentRow) -> None:
         log.info("%s is here", client.name, extra={"site": client.name})

@@ -29,8 +29,14 @@ PrivateKey: TypeAlias = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
 CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
 PASSPHRASE = "ROUNDTABLE_PASSPHRASE"
 PASSPHRASE_FILE = "ROUNDTABLE_PASSPHRASE_FILE"
-SECRET_VARIABLES = (PASSPHRASE, PASSPHRASE_FILE, "ROUNDTABLE_TOKEN")
-"""Variables of the environment that no child process which runs a task may see."""
+SECRET_VARIABLES = (
+    PASSPHRASE,
+    PASSPHRASE_FILE,
+    "ROUNDTABLE_TOKEN",
+    "ROUNDTABLE_DATABASE",
+    "ROUNDTABLE_BACKUP_PASSPHRASE",
+)
+"""Variables of the environment that no child process which runs a task, or a command of people's, may see."""
 _READ = 64
 _CLOCK_TOLERANCE = timedelta(minutes=5)
 """How much earlier than it was issued a certificate begins to hold."""

@@ -107,11 +107,18 @@ class AuditLog:
     async def seal(self) -> None:
         """Writes the refusals that wait, and signs the log up to its end."""
         now = self._clock()
-        items, self._waiting = self._waiting, []
-        if self._unwritten:
-            items.append(entry(now, store.COORDINATOR, "refused", "", {"further_refusals": self._unwritten}))
-            self._unwritten = 0
-        made = await self._database.write(lambda connection: self._seal(connection, items, now))
+        waiting, self._waiting = self._waiting, []
+        unwritten, self._unwritten = self._unwritten, 0
+        items = list(waiting)
+        if unwritten:
+            items.append(entry(now, store.COORDINATOR, "refused", "", {"further_refusals": unwritten}))
+        try:
+            made = await self._database.write(lambda connection: self._seal(connection, items, now))
+        except StorageError:
+            # They wait for the next time: a database that is away loses none.
+            self._waiting = waiting + self._waiting
+            self._unwritten += unwritten
+            raise
         self.sealed = made or self.sealed
 
     async def lines(self, first: int, live: bool = False) -> AsyncIterator[list[str]]:

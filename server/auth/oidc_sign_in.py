@@ -22,6 +22,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote_plus, urlencode, urlsplit
@@ -158,7 +159,7 @@ def _asked(address: str, body: bytes | None, headers: dict[str, str]) -> dict[st
         if error.code in (400, 401, 403):
             return {}
         raise UnavailableError(f"the identity provider answers with {error.code}") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, HTTPException, ValueError, RecursionError) as error:
         raise UnavailableError("the identity provider cannot be reached, or answers otherwise") from error
     return found if isinstance(found, dict) else {}
 

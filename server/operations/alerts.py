@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import urllib.request
+from http.client import HTTPException
 from typing import Any
-from urllib.error import URLError
 
 from pydantic import Field, field_validator
 
+from roundtable.core.identity.certificates import SECRET_VARIABLES
 from roundtable.core.toml_tables import Table
 from roundtable.server.operations.incidents import SEVERITIES, Incident, Severity
 
@@ -72,14 +74,17 @@ class Alerts:
             try:
                 await asyncio.to_thread(_send, self._table.webhook, data)
                 return
-            except (URLError, OSError) as error:
+            except (OSError, HTTPException, ValueError) as error:
                 log.warning("the webhook did not take an alert (try %d of %d): %s", attempt, TRIES, error)
                 await asyncio.sleep(attempt * PAUSE_SECONDS)
 
     async def _execute(self, data: bytes) -> None:
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._table.command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+                *self._table.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                env={name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES},
             )
             try:
                 await asyncio.wait_for(process.communicate(data), CALL_SECONDS)

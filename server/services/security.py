@@ -36,6 +36,7 @@ from roundtable.server.auth.second_person import SecondPerson
 from roundtable.server.config import ServerConfig
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.incidents import quota_incident
+from roundtable.server.operations.lasting_work import lasting
 from roundtable.server.services.administration import AdministrationService
 from roundtable.server.services.enrolling import EnrolmentService
 from roundtable.server.services.secure_port import open_port
@@ -105,7 +106,8 @@ class Security:
         await self.principals.refresh()
         await self.audit.begin(self._credentials.name, versions())
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self.audit.watch()), loop.create_task(self._refresh())]
+        work = {"signing the audit log": self.audit.watch, "the watch of revocations": self._refresh}
+        self._tasks = [loop.create_task(lasting(name, part)) for name, part in work.items()]
 
     async def stop(self) -> None:
         """Signs the audit log up to its end."""

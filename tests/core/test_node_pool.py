@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from roundtable.core.hooks.hook_command import ask_command
 from roundtable.core.hooks.node_pool import NodePool, PoolKeeper, PoolLoad, PoolTable
 
 COUNTS = st.integers(0, 9)
@@ -99,3 +100,13 @@ async def test_a_command_that_fails_is_told_of_once_and_asked_again(code: str, s
     (reason,) = told
     assert said in reason
     assert (keeper.trouble, keeper.there) == (reason, None)
+
+
+async def test_a_command_sees_none_of_the_services_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = ("DATABASE", "TOKEN", "PASSPHRASE", "PASSPHRASE_FILE", "BACKUP_PASSPHRASE")
+    for name in secrets:
+        monkeypatch.setenv(f"ROUNDTABLE_{name}", "postgresql://user:secret@host/name")
+    script = "import json, os; print(json.dumps(dict(os.environ)))"
+    seen = await ask_command([sys.executable, "-c", script], {})
+    assert not {f"ROUNDTABLE_{name}" for name in secrets} & seen.keys()
+    assert seen["PATH"]

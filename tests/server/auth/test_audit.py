@@ -27,7 +27,7 @@ from roundtable.cli.coordinator.audit import UNPROVEN
 from roundtable.cli.coordinator.audit import audit as audit_command
 from roundtable.cli.main import cli
 from roundtable.client.agent.silo_log import SiloLog
-from roundtable.core.errors import AuditError
+from roundtable.core.errors import AuditError, StorageError
 from roundtable.core.evidence.audit_log import AuditEntry, Log, compare, entry, read_log
 from roundtable.core.evidence.cross_check import LogComparison, compare_logs, witnessed
 from roundtable.core.evidence.provenance_check import check_provenance, is_recorded
@@ -176,6 +176,26 @@ async def test_refusals_are_written_and_a_flood_of_them_is_counted(coordinator: 
     refused = [json.loads(line)["entry"] for line in lines if '"action":"refused"' in line]
     assert len(refused) == 61, "sixty at once of all callers, and how many more there were"
     assert refused[-1]["detail"] == {"further_refusals": 940}
+
+
+async def test_refusals_wait_while_the_database_is_away(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audit = coordinator.security.audit
+    for number in range(30):
+        audit.refused("eve", "Operators/Status", f"attempt {number}", "ipv4:192.0.2.1")
+
+    async def away(change: object) -> None:
+        raise StorageError("the database is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(audit._database, "write", away)
+        with pytest.raises(StorageError):
+            await audit.seal()
+    audit.refused("mallory", "Operators/Status", "later", "ipv4:192.0.2.2")
+    entries = [json.loads(line)["entry"] for line in await exported(coordinator) if '"refused"' in line]
+    assert [each["actor"] for each in entries] == ["eve"] * 10 + ["mallory", "coordinator"]
+    assert entries[-1]["detail"] == {"further_refusals": 20}
 
 
 async def test_a_receipt_is_signed_by_the_coordinator(

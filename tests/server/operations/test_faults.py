@@ -22,8 +22,10 @@ from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, operator_pb2
 from roundtable.server import Coordinator, ServerConfig
 from roundtable.server.jobs import aggregate_action, runner
-from roundtable.server.operations import publication
+from roundtable.server.operations import alerts, lasting_work, publication
 from roundtable.server.operations.alerts import AlertTable
+from roundtable.server.operations.incidents import series_incident
+from roundtable.server.store.database import LeaseLost
 
 ONE = torch.ones(4)
 
@@ -206,6 +208,45 @@ async def test_nobody_waits_for_ever_when_the_coordinator_stops(
         await _to_the_end(agent.call)
     await agent.close()
     await operator.channel.close()
+
+
+async def test_alerts_outlive_a_webhook_that_speaks_no_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alerts, "PAUSE_SECONDS", 0.0)
+    calls: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        calls.put_nowait(await reader.readuntil(b"}"))
+        writer.write(b"garbage\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(60):
+        port = server.sockets[0].getsockname()[1]
+        told = alerts.Alerts(AlertTable(webhook=f"http://127.0.0.1:{port}/"))
+        running_on = asyncio.create_task(told.run())
+        for message in ("one", "two"):
+            told.tell(series_incident(), message, 0.0)
+            for _ in range(alerts.TRIES):
+                assert f'"message": "{message}"'.encode() in await calls.get()
+        running_on.cancel()
+
+
+async def test_work_that_breaks_off_begins_anew_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lasting_work, "PAUSE_SECONDS", 0.0)
+    ends: list[Exception | None] = [KeyError("odd"), OSError(5, "odd"), None]
+
+    async def work() -> None:
+        if (end := ends.pop(0)) is not None:
+            raise end
+
+    await lasting_work.lasting("housekeeping", work)
+    assert [record.getMessage() for record in caplog.records] == [
+        "housekeeping broke off; it begins anew in 0 s"
+    ] * 2
+    ends += [LeaseLost("another one is active"), None]
+    await lasting_work.lasting("housekeeping", work)
+    assert ends == [None], "the other one does it from now on"
 
 
 @pytest.mark.parametrize("address", ["file:///etc/passwd", "ftp://host/x", "data:,x", "host/x"])
