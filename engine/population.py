@@ -14,6 +14,10 @@ from roundtable.engine.clients import ClientInfo, Held
 class Population(Protocol):
     """Known clients and which of them are there now. Sequences are sorted and may be lazy."""
 
+    @property
+    def charged(self) -> int:
+        """Of how many a secret sample is charged to be drawn; some of them may be known no more."""
+
     def known(self) -> Sequence[str]:
         """Every client, there or not: what Poisson sampling draws from."""
 
@@ -49,10 +53,15 @@ class _Sorted:
 class Roster:
     """A population that is told of each client: the coordinator's silos."""
 
-    def __init__(self) -> None:
+    def __init__(self, charged: int = 0) -> None:
+        self._charged = charged
         self._infos: dict[str, ClientInfo] = {}
         self._online: set[str] = set()
         self._sorted: _Sorted | None = None
+
+    @property
+    def charged(self) -> int:
+        return self._charged
 
     def known(self) -> Sequence[str]:
         return self._in_order().known
@@ -130,6 +139,10 @@ class NumberedClients:
     def __init__(self, count: int) -> None:
         self.names = NumberedNames(count)
         self._away: set[str] = set()
+
+    @property
+    def charged(self) -> int:
+        return len(self.names)
 
     def known(self) -> Sequence[str]:
         return self.names

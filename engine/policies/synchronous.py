@@ -26,6 +26,9 @@ from roundtable.engine.selection import in_turn, is_amplified, least_for_selecti
 from roundtable.engine.validation.secure_feasibility import fewest, fewest_groups, fewest_updates
 from roundtable.engine.view import WHO_HELD, view
 
+_NOBODY = ""
+"""Drawn in the place of a silo that was there when the draw was charged, and is known no more."""
+
 MOST_REPEATS = 2
 """How often a client is asked to send an update again that was damaged after it had been accepted."""
 
@@ -180,12 +183,15 @@ class SynchronousTraining:
             return None
         # After the wait for enough silos, whose turn it may not be: a group can be empty.
         candidates = in_turn(candidates, self._job, self._state, attempt.round)
+        if amplified and cohort.size is not None:
+            # Fewer to draw from would take each oftener than was charged.
+            candidates = [*candidates, *[_NOBODY] * (self._population.charged - len(candidates))]
         wanted = min(cohort.size or len(candidates), len(candidates))
         ask = min(math.ceil(wanted * cohort.over_selection), len(candidates))
         # Another draw because of who did not answer would favour those who do: each attempt asks the same.
         number = 0 if amplified else attempt.number
         chance = numpy_generator(self._state.selection_seed, attempt.round, number, "selection")
-        chosen = self._context.choose(candidates, ask, chance)
+        chosen = [name for name in self._context.choose(candidates, ask, chance) if name != _NOBODY]
         attempt.cohort = tuple(chosen)
         attempt.target = len(chosen) if sampled else wanted
         attempt.minimum = max(quorum(cohort, attempt.target), fewest_updates(self._job, attempt.target))

@@ -15,7 +15,7 @@ from roundtable.core.layout import Layout
 from roundtable.core.models import open_model
 from roundtable.core.observability.link_estimate import LinkEstimate
 from roundtable.core.privacy_table import NoPrivacy, masking_of, privacy_from
-from roundtable.engine import Plan, RoundEngine, make_plan, record_from_plain
+from roundtable.engine import Plan, Roster, RoundEngine, make_plan, record_from_plain
 from roundtable.engine import messages as m
 from roundtable.engine.validation.layout_composition import check_layout
 from roundtable.engine.validation.transfer_composition import check_cohort_is_all
@@ -130,7 +130,9 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     job, layout, plan = stored_plan(row, services)
     history = [record_from_plain(json.loads(record)) for record in stored.records]
     snapshot = {**row.snapshot["engine"], "clients": stored.clients}
-    engine = RoundEngine.restore(job, snapshot, history, strategy=plan.strategy)
+    # Silos that have the task no more are not drawn, and their places in a secret draw stay.
+    roster = Roster(int(row.snapshot["population"]))
+    engine = RoundEngine.restore(job, snapshot, history, roster, plan.strategy)
     for agent in stored.agents:
         if agent.offers(job.task.name):
             info = client_info(job, agent, services.links.of(agent.name))

@@ -44,6 +44,10 @@ class Fleet:
         self._unsuited = declared.unsuited()
         self._held: dict[str, Held] = {names[int(index)]: "unsuited" for index in self._unsuited}
 
+    @property
+    def charged(self) -> int:
+        return len(self.names)
+
     def known(self) -> Sequence[str]:
         return self.names
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from blake3 import blake3
 from scripted_agent import ScriptedAgent
-from service import Operator, running
+from service import AGENTS, Operator, running
 
 from roundtable.core import parse_job
 from roundtable.core.models import open_model
@@ -280,3 +280,54 @@ async def test_noise_is_never_drawn_twice_and_epsilon_never_falls(
     assert len(set(told)) == 40
     assert reply.accounts[0].epsilon == told[-1]
     assert reply.accounts[0].releases >= 42
+
+
+DRAWN = """
+[cohort]
+size = 1
+[aggregation]
+weighting = "uniform"
+[evaluation]
+every = 0
+[privacy]
+level = "client"
+clip_norm = 1.0
+delta = 1e-3
+accountant = "rdp"
+noise_multiplier = 2.0
+"""
+
+
+async def test_silos_that_are_known_no_more_make_no_other_be_drawn_oftener_than_charged(
+    settings: Callable[..., ServerConfig], certificates: Path
+) -> None:
+    config, rounds, asked = settings(), 16, 0
+
+    async def take_part(agent: ScriptedAgent) -> None:
+        nonlocal asked
+        while (message := await agent.call.read()) is not grpc.aio.EOF:
+            if message.WhichOneof("message") == "instruction":
+                asked += 1
+                await agent.answer(message.instruction, torch.ones(4))
+
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+    ):
+        for name in AGENTS:
+            async with ScriptedAgent(coordinator.port, certificates / name):
+                pass
+        job = await operator.submit(DRAWN, rounds=rounds)
+        for name in AGENTS[1:]:
+            # Its people have given the task another name, or taken it away.
+            async with ScriptedAgent(coordinator.port, certificates / name, tasks=("other",)):
+                pass
+    async with (
+        running(config) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        ScriptedAgent(coordinator.port, certificates / AGENTS[0]) as agent,
+    ):
+        work = asyncio.create_task(take_part(agent))
+        await operator.watch_until(job.id, "finished")
+        work.cancel()
+    assert asked < rounds, "the last silo was in every round, and each is charged for one of three"
