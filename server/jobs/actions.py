@@ -52,6 +52,11 @@ class PendingTransition:
         self.sums.extend(arrival.sums)
 
     @property
+    def shows(self) -> bool:
+        """Whether it tells anything of the job."""
+        return bool(self.events or self.records)
+
+    @property
     def released(self) -> list[tuple[int, int]]:
         """(round, attempt) of new models that leave the coordinator before their round is committed."""
         steps = {action.step for action in self.actions if isinstance(action, m.Instruct)}

@@ -345,6 +345,7 @@ class JobRunner:
             version=self.row.version + 1,
             writer=self._services.writer,
             time=now,
+            updated=now if batch.shows or self.tells_cohorts else row.updated,
             snapshot={**self.row.snapshot, "engine": engine},
             clients=changed,
             status=state.status,
@@ -362,6 +363,7 @@ class JobRunner:
         self._stored = clients
         self.told.add(event.value for event in batch.events)
         failpoint("transition_stored", *place)
+        now = step.updated
         self.row = replace(row, version=step.version, status=step.status, reason=step.reason, updated=now)
 
     async def _until_written(self, step: Transition, place: tuple[int, str]) -> None:

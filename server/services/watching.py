@@ -87,6 +87,7 @@ async def updates(
 ) -> AsyncIterator[operator_pb2.JobUpdate]:
     """Yields events from `first` onwards with the job's current state, until it is over and all are sent."""
     told = ClientsTold()
+    last: operator_pb2.JobDetail | None = None
     while True:
         runner = jobs.runner(job)
         change = runner.inbox.next_change() if runner else None
@@ -99,10 +100,13 @@ async def updates(
             events = await services.database.read(read) if held is None else held
         # Not by their number: the oldest may have been retired.
         first = events[-1].sequence + 1 if events else first
-        yield operator_pb2.JobUpdate(
-            events=[to_operators.event_to(event) for event in events],
-            detail=detail_of(row, runner, show(row), listed=listed, told=told),
-        )
+        detail = detail_of(row, runner, show(row), listed=listed, told=told)
+        # That something has changed which is withheld is withheld, too.
+        if events or detail != last:
+            last = detail
+            yield operator_pb2.JobUpdate(
+                events=[to_operators.event_to(event) for event in events], detail=detail
+            )
         if len(events) == EVENTS_AT_ONCE:
             continue
         if row.status in FINAL:

@@ -56,6 +56,7 @@ INCIDENT_KINDS = (
 class Transition:
     """All that one step of a job makes durable, in one transaction.
 
+    `updated` is when the job has last changed as everybody may know it: not with answers of a secret cohort.
     `records` are committed rounds as JSON objects with at least round, attempt, model, optimizer,
     cohort, contributors, charge and ended; each is written exactly once. `released` names the
     (round, attempt) whose new model is shown to anybody from now on. `best` is (model, round, value) of the
@@ -67,6 +68,7 @@ class Transition:
     version: int
     writer: str
     time: float
+    updated: float
     snapshot: dict[str, Any]
     status: str
     reason: str
@@ -102,7 +104,7 @@ def apply(connection: Connection, step: Transition) -> None:
         "reason": step.reason,
         "version": step.version,
         "writer": step.writer,
-        "updated": step.time,
+        "updated": step.updated,
     }
     for record in records:
         values |= {"model": record["model"], "optimizer": record["optimizer"], "rounds_done": record["round"]}

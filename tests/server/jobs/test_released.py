@@ -9,6 +9,7 @@ import re
 import time
 import tomllib
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from roundtable.proto import administration_pb2 as pb
 from roundtable.proto import administration_pb2_grpc, agent_pb2, operator_pb2
 from roundtable.proto.common_pb2 import StepFigures
 from roundtable.server import ServerConfig
-from roundtable.server.services import job_logs
+from roundtable.server.services import job_logs, watching
 from roundtable.server.store import Database, tables
 
 JOB = """
@@ -177,3 +178,37 @@ async def test_operators_are_told_what_the_table_says_and_no_more(
 
 def _privacy(table: str) -> NoPrivacy | Private:
     return privacy_from(tomllib.loads(table).get("privacy", {"level": "none"}))
+
+
+async def test_nobody_who_follows_a_job_can_count_the_answers_of_a_secret_cohort(
+    settings: Callable[..., ServerConfig], certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "LEAST_SECONDS_BETWEEN", 0.0)
+    text = JOB.replace('size = 1\nstrategy = "round_robin"\nminimum = 1', "size = 3") + LEVELS["client"]
+    async with (
+        running(settings()) as coordinator,
+        Operator(coordinator.port, certificates / "olga") as operator,
+        AsyncExitStack() as stack,
+    ):
+        connected = [ScriptedAgent(coordinator.port, certificates / name) for name in AGENTS]
+        agents = [await stack.enter_async_context(agent) for agent in connected]
+        job = await operator.submit(text)
+        told: list[operator_pb2.JobUpdate] = []
+
+        async def follow() -> None:
+            async for update in operator.stub.WatchJob(operator_pb2.WatchJobRequest(job=job.id)):
+                if told and update.detail.phase != told[-1].detail.phase == "train":
+                    return
+                told.append(update)
+
+        following = asyncio.create_task(follow())
+        for agent in agents:
+            await agent.answer(await agent.expect("instruction"), torch.ones(4))
+            # Each is stored, and everybody who follows has been woken, before the next.
+            await operator.job(job.id)
+        await following
+    phases = [update.detail.phase for update in told]
+    assert phases[-1] == "train"
+    for update, before in zip(told[1:], phases, strict=False):
+        training = update.detail.phase == before == "train"
+        assert update.events or not training, "an update that tells nothing tells that a silo has answered"

@@ -86,6 +86,7 @@ def transition(version: int, **changes: Any) -> Transition:
         "version": version,
         "writer": "w",
         "time": 2.0,
+        "updated": 2.0,
         "snapshot": {"engine": {"at": version}},
         "status": "running",
         "reason": "",
