@@ -69,6 +69,11 @@ class TransferTable(Table):
     def objection(self, chain: str, traits: Traits) -> str:
         """Why this encoding of updates, which says this of itself, does not go with `feedback` or `momentum`;
         "" where it does."""
+        if self.feedback == "on" and traits.error == "exact" and not self.automatic:
+            return (
+                f'feedback = "on" with up = {chain!r}: it loses nothing that could be remembered; leave '
+                "feedback out, or name an encoding that does"
+            )
         if self.feedback == "on" and traits.rescaled:
             return (
                 f'feedback = "on" with up = {chain!r}: values that are lengthened in the place of '

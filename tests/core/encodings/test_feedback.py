@@ -108,6 +108,7 @@ def test_a_memory_of_another_layout_is_dropped_aloud() -> None:
         ("topk(ratio=0.1, rescale=true)", 'feedback = "on"', "would be taken off twice"),
         ("lowrank", 'feedback = "ef21"', "comes nearer to what it encodes"),
         ("float32", 'feedback = "ef21"', "loses something"),
+        ("float32", 'feedback = "on"', "it loses nothing that could be remembered"),
         ("int4(rounding=stochastic)", 'feedback = "ef21"', "comes nearer to what it encodes"),
         ("int4", "momentum = 0.9", "forgotten where values were sent"),
         ("topk(ratio=0.1)", 'momentum = 0.9\nfeedback = "off"', "forgotten where values were sent"),
