@@ -28,7 +28,11 @@ PUBLIC = "whoever sees models, records and events"
 SILO = "another silo of the job"
 SILOS = "silos that collude"
 MACHINE = "who runs the coordinator's machine"
+RELAY = "who runs a relay that silos come by"
 
+_EVERYBODY = (PUBLIC, SILO, SILOS, MACHINE, RELAY)
+_BARE = "it sees each silo's update as it was sent, and who was drawn"
+_BEHIND = "it sees the updates of the silos behind it as they were sent, and which of them were drawn"
 _HONEST = "the coordinator adds the noise as it says, and keeps updates and noise to itself"
 _SECRET = f"{_HONEST}, and tells nobody who was drawn, nor does the time at which rounds end"
 _APART = f"{_HONEST}, and holds silos to the separation"
@@ -46,23 +50,23 @@ def protection(privacy: NoPrivacy | Private) -> tuple[HoldsAgainst, ...]:
                 f"{_SECRET}; silos know which of themselves were drawn: under Poisson sampling that tells "
                 "nothing of others, of m out of n silos it makes the rate against k of them m / (n - k)"
             )
-            return _lines((*rest, (SILOS, together)), "it sees each silo's clipped update")
+            return _lines((*rest, (SILOS, together)))
         case ClientLevel():
-            return _lines(_same(_HONEST), "it sees each silo's clipped update")
+            return _lines(_same(_HONEST))
         case FtrlLevel():
-            return _lines(_same(_APART), "it sees each silo's clipped update")
+            return _lines(_same(_APART))
         case DistributedLevel():
             collude = f"{_SHARES}; no more silos collude than privacy.corruption says"
-            found = (PUBLIC, _SHARES), (SILO, _SHARES), (SILOS, collude), (MACHINE, collude)
+            found = (PUBLIC, _SHARES), (SILO, _SHARES), (SILOS, collude), (MACHINE, collude), (RELAY, collude)
             return tuple(HoldsAgainst(party, True, rests) for party, rests in found)
         case ClientLocalLevel() | ExampleLevel():
             rests = _EXAMPLES if isinstance(privacy, ExampleLevel) else _OWN
-            return tuple(HoldsAgainst(party, True, rests) for party in (PUBLIC, SILO, SILOS, MACHINE))
+            return tuple(HoldsAgainst(party, True, rests) for party in _EVERYBODY)
         case NoPrivacy():
             sees = (
                 "sums of the cohort" if privacy.secure_aggregation else "models that remember what they like"
             )
-            return tuple(HoldsAgainst(party, False, sees) for party in (PUBLIC, SILO, SILOS, MACHINE))
+            return tuple(HoldsAgainst(party, False, sees) for party in _EVERYBODY)
 
 
 def hidden(privacy: NoPrivacy | Private) -> str:
@@ -99,6 +103,7 @@ def _same(rests: str) -> tuple[tuple[str, str], ...]:
     return tuple((party, rests) for party in (PUBLIC, SILO, SILOS))
 
 
-def _lines(held: tuple[tuple[str, str], ...], seen: str) -> tuple[HoldsAgainst, ...]:
+def _lines(held: tuple[tuple[str, str], ...]) -> tuple[HoldsAgainst, ...]:
+    """At levels at which updates leave a silo bare."""
     lines = [HoldsAgainst(party, True, rests) for party, rests in held]
-    return (*lines, HoldsAgainst(MACHINE, False, seen))
+    return (*lines, HoldsAgainst(MACHINE, False, _BARE), HoldsAgainst(RELAY, False, _BEHIND))

@@ -24,13 +24,15 @@ DRAWN_SILOS = (
 
 _TRUST = {
     "client": (
-        "The coordinator sees each silo's clipped update and is trusted not to reveal it; it adds the "
+        "The coordinator sees each silo's update and is trusted not to reveal it; it clips it and adds the "
         "noise. The guarantee covers everyone who sees the published models, records and events, other "
-        "silos among them. It does not cover those who run the coordinator's machine."
+        "silos among them. It does not cover those who run the coordinator's machine, or a relay that "
+        "silos come by, which sees theirs and which of them were drawn."
     ),
     "dp_ftrl": (
-        "The coordinator sees each silo's clipped update, keeps the noise of earlier rounds secret, and "
-        "enforces the minimum number of rounds between two participations of a silo."
+        "The coordinator sees each silo's update and clips it, keeps the noise of earlier rounds secret, and "
+        "enforces the minimum number of rounds between two participations of a silo. It does not cover "
+        "those who run its machine, or a relay that silos come by."
     ),
     "client_local": (
         "Each silo adds the noise before anything leaves it. Nobody else is trusted: the guarantee "

@@ -639,5 +639,5 @@ def test_the_privacy_of_a_job_is_told_before_it_has_spent_any(service: Service, 
     said = roundtable("job", "privacy", identifier, *service.options)
     assert said.code == 0, said.err
     assert f"{told['own_forecast']:.4f} by it alone" in said.out
-    assert "it sees each silo's clipped update" in " ".join(said.out.split())
+    assert "it sees each silo's update as it was sent, and who was drawn" in " ".join(said.out.split())
     roundtable("job", "cancel", identifier, *service.options)

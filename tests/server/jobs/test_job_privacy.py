@@ -21,7 +21,7 @@ from roundtable.core.encodings.foreign import approval
 from roundtable.core.privacy_table import ClientLevel
 from roundtable.privacy.accounting.accountants import gaussian_epsilon
 from roundtable.privacy.mechanisms import central_noise
-from roundtable.privacy.protection import MACHINE, protection
+from roundtable.privacy.protection import MACHINE, RELAY, protection
 from roundtable.proto import operator_pb2
 from roundtable.server import ServerConfig
 from roundtable.simulation import canary_rounds
@@ -69,7 +69,8 @@ async def test_what_is_spent_now_and_at_the_end(
     assert (after.silos, after.budget, after.HasField("population_budget")) == (3, 4.0, False)
     assert after.hides == "all data of any one silo; not that it takes part"
     machine = next(each for each in after.protections if each.party == MACHINE)
-    assert (machine.holds, machine.assumption) == (False, "it sees each silo's clipped update")
+    seen = "it sees each silo's update as it was sent, and who was drawn"
+    assert (machine.holds, machine.assumption) == (False, seen)
     assert "over 4 releases of 1 job" in after.statement
 
 
@@ -131,5 +132,5 @@ async def test_the_page_of_a_job_audits_that_job_and_tells_what_persons_are_left
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_level_holds_against_who_sees_bare_updates(level: str) -> None:
     holds = {each.party: each.holds for each in protection(LEVELS[level])}
-    assert holds[MACHINE] is (level in ("distributed", "client_local", "example"))
+    assert holds[MACHINE] is holds[RELAY] is (level in ("distributed", "client_local", "example"))
     assert set(holds.values()) == ({False} if level.startswith("none") else {True, holds[MACHINE]})

@@ -107,7 +107,7 @@ async def test_jobs_of_one_population_share_its_account(
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     text = open_model(tmp_path / "model").metadata["privacy"]
     assert "over 2 releases of 1 job" in text
-    assert "The coordinator sees each silo's clipped update" in text
+    assert "The coordinator sees each silo's update" in text
     database = Database.open(config.database)
     populations = [row.population for row in await database.read(entries)]
     database.close()
