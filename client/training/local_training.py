@@ -34,11 +34,13 @@ from roundtable.client.training.sgd import make_correction
 from roundtable.client.training.silo_account import Protection
 from roundtable.client.training.stream_batches import RoundBatches
 from roundtable.client.training.training_loop import TrainingLoop, train_second, watched
+from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.passes import copy_with
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, PrivacyError, TaskError
 from roundtable.core.layout import Layout
+from roundtable.core.observability.unnoised_parts import unnoised_part
 from roundtable.core.privacy_table import ClientLocalLevel, ExampleLevel, NoPrivacy, OwnNoise
 from roundtable.core.seeds import derive_seed, isolated_randomness
 from roundtable.core.task import AnyTask, ArrayTask, Site, Task, in_context
@@ -306,8 +308,16 @@ def check_privacy(job: JobConfig, protected: bool = False) -> None:
         )
 
 
-def check_evaluation(job: JobConfig) -> None:
+def check_evaluation(job: JobConfig, layout: Layout) -> None:
     """Raises PrivacyError where metrics would tell exactly what the job promises to blur."""
+    own = unnoised_part(job.privacy, layout) or (
+        job.algorithm.name if make_algorithm(job.algorithm).keeps_own() else ""
+    )
+    if own and not isinstance(job.privacy, NoPrivacy):
+        raise PrivacyError(
+            f"evaluation with {own!r} under privacy.level = {job.privacy.level!r}: metrics would be of what "
+            "stays at this silo without noise, and do not leave it, however public its test data are"
+        )
     if not isinstance(job.privacy, NoPrivacy) and not job.privacy.public_evaluation:
         raise PrivacyError(
             "evaluation: metrics on private test data leave no silo under differential privacy; where the "

@@ -231,7 +231,7 @@ class Executor:
         `before_batch` is called before each batch, and may raise Stopped.
         """
         warm, start = self._prepare(order)
-        check_evaluation(warm.config)
+        check_evaluation(warm.config, warm.layout)
         training, data = self._data_of(order.task, warm)
         work = self._work(order, warm, start)
         self._remember(order, warm)

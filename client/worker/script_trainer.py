@@ -188,11 +188,11 @@ class ScriptTrainer:
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer: by the script's function, in a thread of its own; without one there are no metrics."""
-        check_evaluation(work.job)
+        start = await asyncio.to_thread(open_model, work.model)
+        check_evaluation(work.job, start.layout)
         if self._evaluate is None:
             return {}
         local = self._state.load(work.step.job, work.kept)
-        start = await asyncio.to_thread(open_model, work.model)
         metrics = await asyncio.to_thread(self._evaluate, Round(work, start, without_memory(local)))
         return checked(metrics, self._evaluate)
 

@@ -225,7 +225,7 @@ class GroupExecutor:
     def evaluate(self, order: Order, beat: Callable[[], None] = lambda: None) -> Metrics:
         """Evaluates the order's model on the silo's test data; `beat` is called with each batch."""
         trainer, start, _ = self._prepare(order, steps=0)
-        check_evaluation(trainer.job)
+        check_evaluation(trainer.job, trainer.layout)
         trainer.load(start.vector, self._others(order, start))
         size = trainer.job.evaluation.batch_size or EVALUATION_BATCHES * max(trainer.strategy.micro_batch, 1)
         return trainer.evaluate(self._data[1], size, beat)

@@ -7,6 +7,7 @@ from pathlib import Path
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import PrivacyError
 from roundtable.core.layout import Layout
+from roundtable.core.observability.unnoised_parts import unnoised_part
 from roundtable.core.privacy_table import ExampleLevel, NoPrivacy
 from roundtable.engine.validation.down_composition import check_down_layout
 from roundtable.engine.validation.kept_composition import check_kept_layout
@@ -21,6 +22,12 @@ def check_layout(job: JobConfig, layout: Layout, folder: Path | None = None) -> 
     check_kept_layout(job, layout)
     if not isinstance(job.privacy, NoPrivacy | ExampleLevel):
         _check_noisy_layout(layout, job.privacy.level)
+    if job.evaluation.every and (name := unnoised_part(job.privacy, layout)):
+        raise PrivacyError(
+            f"evaluation.every and the local tensor {name!r}: metrics would be of what training left at a "
+            "silo, which no noise protects, however public the test data are; set evaluation.every = 0, or "
+            "let all tensors travel"
+        )
 
 
 def _check_noisy_layout(layout: Layout, level: str) -> None:

@@ -47,6 +47,7 @@ def check_soundness(job: JobConfig, aggregation: AggregationConfig) -> None:
             "by privacy.public_evaluation = true"
         )
     _check_drawn_noise(job, privacy)
+    _check_steps(job, privacy)
     if isinstance(privacy, ExampleLevel):
         _check_example_level(job)
     else:
@@ -65,6 +66,16 @@ def _check_drawn_noise(job: JobConfig, privacy: Private) -> None:
             f"unit takes part in costs an epsilon above {1 / (2 * noise * noise):.3g}, and drawing units by "
             f"chance hides nothing of it; give at least {LEAST_DRAWN_NOISE:g} (about 0.5 is the least that "
             'is of use), give a budget as epsilon, or set level = "none"'
+        )
+
+
+def _check_steps(job: JobConfig, privacy: Private) -> None:
+    """Refuses that one silo of a sum changes what others train."""
+    if job.algorithm.work == "by_speed" and not isinstance(privacy, OwnNoise):
+        raise PrivacyError(
+            f'algorithm.work = "by_speed" under privacy.level = {privacy.level!r}: how many steps a silo '
+            "takes follows from how fast the others of its cohort are, so that one silo changes the updates "
+            'of others as well, and the noise hides one term of the sum; set work = "equal"'
         )
 
 

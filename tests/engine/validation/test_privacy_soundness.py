@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
-from roundtable.core import parse_job
+from roundtable.client.training.local_training import check_evaluation
+from roundtable.core import Layout, parse_job
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.engine import Plan, make_plan
+from roundtable.engine.validation.layout_composition import check_layout
 
 SOUND = {
     "aggregation": 'weighting = "uniform"',
@@ -17,11 +21,14 @@ SOUND = {
 LEVELS = ("client", "client_local", "dp_ftrl", "example")
 
 
-def plan(level: str, more: str = "", **tables: str) -> Plan:
+def job_of(level: str, more: str = "", **tables: str) -> JobConfig:
     text = {**SOUND, **tables}
     text["privacy"] = text["privacy"].format(level=level, more=more)
-    job = parse_job('task = "t"\n' + "".join(f"[{name}]\n{body}\n" for name, body in text.items()))
-    return make_plan(job, 50)
+    return parse_job('task = "t"\n' + "".join(f"[{name}]\n{body}\n" for name, body in text.items()))
+
+
+def plan(level: str, more: str = "", **tables: str) -> Plan:
+    return make_plan(job_of(level, more, **tables), 50)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -133,3 +140,48 @@ def test_noise_too_small_for_a_sample_is_refused_at_once(level: str) -> None:
             plan(level, privacy=privacy, **poisson)
     else:
         plan(level, privacy=privacy)
+
+
+@pytest.mark.parametrize("level", ["client", "dp_ftrl", "distributed", "client_local"])
+def test_no_silo_changes_how_much_others_train_under_one_silos_noise(level: str) -> None:
+    """SCAFFOLD's places go with noise, and its steps with speed: not both, where a sum hides one term."""
+    tables = {
+        "algorithm": 'name = "scaffold"\nsteps = 4\nwork = "by_speed"',
+        "cohort": "size = 10" if level == "distributed" else SOUND["cohort"],
+    }
+    if level == "client_local":
+        plan(level, **tables)
+        return
+    with pytest.raises(PrivacyError, match="one silo changes the updates of others as well"):
+        plan(level, **tables)
+    plan(level, **tables | {"algorithm": 'name = "scaffold"\nsteps = 4'})
+
+
+PLAIN = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+NORMED = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "distributed"])
+@pytest.mark.parametrize(("stays", "model"), [('local = ["1.*"]', PLAIN), ('buffers = "local"', NORMED)])
+def test_what_stays_at_a_silo_without_noise_is_not_measured_however_public_the_data(
+    level: str, stays: str, model: nn.Module
+) -> None:
+    job = job_of(level, "public_evaluation = true", evaluation="every = 1", model=stays)
+    layout = Layout.of(model, job.model.rules())
+    if level == "example" and stays.startswith("local"):
+        check_layout(job, layout)
+        check_evaluation(job, layout)
+        return
+    with pytest.raises(PrivacyError, match="which no noise protects, however public the test data are"):
+        check_layout(job, layout)
+    with pytest.raises(PrivacyError, match="stays at this silo without noise"):
+        check_evaluation(job, layout)
+    check_layout(job, Layout.of(PLAIN))
+    check_layout(job_of(level, model=stays), layout)
+
+
+def test_a_silo_tells_no_metrics_of_its_own_model_whatever_a_coordinator_lets_pass() -> None:
+    algorithm = 'name = "ditto"\npull = 0.1'
+    job = job_of("client_local", "public_evaluation = true", evaluation="every = 1", algorithm=algorithm)
+    with pytest.raises(PrivacyError, match=r"'ditto' under privacy\.level = 'client_local'"):
+        check_evaluation(job, Layout.of(nn.Linear(2, 1)))
