@@ -75,7 +75,7 @@ def hidden(privacy: NoPrivacy | Private) -> str:
         case NoPrivacy():
             return "nothing"
         case ExampleLevel():
-            return "any one record of a silo; not that the silo takes part"
+            return "any one record of a silo; not that the silo takes part, nor how many records it has"
         case ClientLevel(cohorts="hidden") | FtrlLevel(cohorts="hidden"):
             return "all data of any one silo, and that it takes part"
         case _:

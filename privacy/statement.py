@@ -49,7 +49,8 @@ _TRUST = {
     "example": (
         "Each silo adds the noise to its own training, or to the sums that it releases, before anything "
         "leaves it. No other party is trusted. The "
-        "guarantee is each silo's own and covers its records; it does not hide that the silo took part. "
+        "guarantee is each silo's own and covers its records, as many as they are: it does not hide that the "
+        "silo took part, nor how many records it has, from which its sampling rate, steps and noise follow. "
         f"{DRAWN_SILOS}"
     ),
 }

@@ -118,8 +118,8 @@ def accountant_for(strategy: str, population: int, cohort: float, secret: bool =
         return SamplingModel("fixed_size", population, cohort, text)
     text = (
         f"The selection strategy {strategy!r} depends on something other than secret chance, so it "
-        "amplifies nothing: "
-        "every round is charged as if each silo took part. Use strategy 'poisson' or 'uniform', or level "
-        "'dp_ftrl'."
+        "amplifies nothing: every round is charged as if each silo took part, and a silo that is absent "
+        "counts as nothing in its place: that another is asked instead is not hidden. Use strategy 'poisson' "
+        "or 'uniform', or level 'dp_ftrl'."
     )
     return SamplingModel("none", population, cohort, text)

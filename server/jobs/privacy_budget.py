@@ -210,6 +210,7 @@ def silo_statement(privacy: ExampleLevel) -> str:
         "Differential privacy for any one record of a participating organisation (silo). Each silo adds the "
         f"noise to its own training before anything leaves it, and spends {limit}; its own account, over all "
         "jobs, is kept at the silo, which refuses a round that would pass its budget. "
-        f"{DRAWN_SILOS} No other party is trusted. What it does not cover: that a silo took part, facts "
-        "about the whole population that the model is meant to learn, and other uses of the same records."
+        f"{DRAWN_SILOS} No other party is trusted. What it does not cover: that a silo took part, how many "
+        "records it has (its sampling rate, steps and noise follow from that), facts about the whole "
+        "population that the model is meant to learn, and other uses of the same records."
     )

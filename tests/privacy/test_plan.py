@@ -10,9 +10,11 @@ import pytest
 
 from roundtable.core.config import JobConfig, parse_job
 from roundtable.core.errors import PrivacyError
+from roundtable.core.privacy_table import ExampleLevel
 from roundtable.engine import make_plan
 from roundtable.privacy import (
     PrivacyPlan,
+    Spent,
     charges,
     compose,
     example_charge,
@@ -20,9 +22,12 @@ from roundtable.privacy import (
     plot,
     privacy_plan,
     render,
+    statement,
 )
 from roundtable.privacy.accounting.accountants import gaussian_epsilon
 from roundtable.privacy.accounting.sampling import cyclic_poisson
+from roundtable.privacy.protection import hidden
+from roundtable.server.jobs.privacy_budget import silo_statement
 
 POPULATION = 1000
 
@@ -227,3 +232,31 @@ def test_a_draw_that_is_known_amplifies_nothing(cohort: str) -> None:
     )
     assert hidden.epsilon < known.epsilon == pytest.approx(gaussian_epsilon(4.0 / 20**0.5, 1e-5))
     assert "is known (privacy.cohorts)" in known.sampling
+
+
+RECORDS = """
+task = "t"
+rounds = 10
+[algorithm]
+epochs = 1
+batch_size = 96
+[privacy]
+level = "example"
+clip_norm = 1.0
+delta = 1e-5
+epsilon = 4.0
+"""
+
+
+def test_what_shows_how_many_records_a_silo_has_is_not_said_to_be_hidden() -> None:
+    """Noise and steps follow from their number: one more shows in whatever has that noise."""
+    job = parse_job(RECORDS)
+    fewer, more = (example_charge(job, records) for records in (192, 193))
+    assert (fewer.steps, more.steps) == (2, 3)
+    assert more.noise_multiplier > 1.1 * fewer.noise_multiplier
+    privacy = job.privacy
+    assert isinstance(privacy, ExampleLevel)
+    assert hidden(privacy).endswith("nor how many records it has")
+    spent = Spent("t", 4.0, 1e-5, "add_remove", 10, ("t",))
+    for words in (statement(privacy, spent), silo_statement(privacy)):
+        assert "how many records it has" in words
