@@ -55,7 +55,7 @@ class RunPage:
         self._promise = operator_pb2.JobPrivacy(
             job=RUN,
             level=job.privacy.level,
-            hides=hidden(job.privacy),
+            hides=hidden(job),
             people=people(job.privacy),
             protections=[
                 operator_pb2.Protection(party=line.party, holds=line.holds, assumption=line.assumption)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roundtable.core.config import JobConfig
 from roundtable.core.privacy_table import (
     ClientLevel,
     ClientLocalLevel,
@@ -69,14 +70,16 @@ def protection(privacy: NoPrivacy | Private) -> tuple[HoldsAgainst, ...]:
             return tuple(HoldsAgainst(party, False, sees) for party in _EVERYBODY)
 
 
-def hidden(privacy: NoPrivacy | Private) -> str:
+def hidden(job: JobConfig) -> str:
     """What ε is about, in words."""
-    match privacy:
+    # Another strategy asks another silo in the place of one that is not there, and everybody may know that.
+    by_chance = job.cohort.strategy in ("poisson", "uniform")
+    match job.privacy:
         case NoPrivacy():
             return "nothing"
         case ExampleLevel():
             return "any one record of a silo; not that the silo takes part, nor how many records it has"
-        case ClientLevel(cohorts="hidden") | FtrlLevel(cohorts="hidden"):
+        case ClientLevel(cohorts="hidden") | FtrlLevel(cohorts="hidden") if by_chance:
             return "all data of any one silo, and that it takes part"
         case _:
             return "all data of any one silo; not that it takes part"

@@ -133,7 +133,7 @@ def _privacy(job: JobConfig) -> str:
         return masked or "the coordinator sees this silo's bare update"
     epsilon = job.privacy.epsilon
     budget = f", ε at most {epsilon:g}" if epsilon is not None else ""
-    return f"hides {hidden(job.privacy)}{budget}" + (f"; {masked}" if masked else "")
+    return f"hides {hidden(job)}{budget}" + (f"; {masked}" if masked else "")
 
 
 def _protection(job: JobConfig) -> list[dict[str, Any]]:

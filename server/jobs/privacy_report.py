@@ -115,7 +115,7 @@ def job_privacy(
     told = JobPromise(
         job=row.id,
         level=privacy.level,
-        hides=hidden(privacy),
+        hides=hidden(job),
         people=people(privacy),
         settled_job=job.to_json(),
         dimension=dimension,

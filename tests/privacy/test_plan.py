@@ -256,7 +256,17 @@ def test_what_shows_how_many_records_a_silo_has_is_not_said_to_be_hidden() -> No
     assert more.noise_multiplier > 1.1 * fewer.noise_multiplier
     privacy = job.privacy
     assert isinstance(privacy, ExampleLevel)
-    assert hidden(privacy).endswith("nor how many records it has")
+    assert hidden(job).endswith("nor how many records it has")
     spent = Spent("t", 4.0, 1e-5, "add_remove", 10, ("t",))
     for words in (statement(privacy, spent), silo_statement(privacy)):
         assert "how many records it has" in words
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hides"), [("poisson", True), ("uniform", True), ("round_robin", False)]
+)
+def test_that_a_silo_takes_part_is_said_to_be_hidden_where_chance_alone_draws(
+    strategy: str, hides: bool
+) -> None:
+    job = config("client", strategy=strategy)
+    assert hidden(job).endswith("; not that it takes part") is not hides
