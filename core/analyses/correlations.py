@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
 from roundtable.core.analyses.moments import or_none
-from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question
+from roundtable.core.analyses.question import DONE, TOO_FEW, Answer, Question, silos_of, unresolved
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
 
@@ -76,7 +76,8 @@ class Correlation(Question):
         rows, first = float(public["rows"][0]), public["first"]
         squares = public["second"] - np.outer(first, first) / rows
         covariance = squares * np.outer(self._half, self._half) / (rows - 1)
-        scale = np.sqrt(np.diag(squares))
+        lost = unresolved(np.diag(squares), silos_of(public))
+        scale = np.sqrt(np.where(lost, np.nan, np.diag(squares)))
         with np.errstate(divide="ignore", invalid="ignore"):
             found = squares / np.outer(scale, scale)
         shown = [[or_none(value) for value in line] for line in found]
@@ -88,4 +89,7 @@ class Correlation(Question):
         }
         table = [[name, *line] for name, line in zip(self.of, shown, strict=True)]
         notes = [f"{int(rows)} rows without a missing value"]
+        if lost.any():
+            names = ", ".join(name for name, each in zip(self.of, lost, strict=True) if each)
+            notes.append(f"{names}: constant, or spread over too little of the stated range")
         return Answer(self.title, self.ask, ["correlation", *self.of], table, values, notes=notes)

@@ -13,10 +13,23 @@ import numpy as np
 from typing_extensions import override
 
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
-from roundtable.core.analyses.question import DONE, HIDDEN, TOO_FEW, Answer, Question, by_group, cells
+from roundtable.core.analyses.question import (
+    DONE,
+    HIDDEN,
+    ROUNDED,
+    TOO_FEW,
+    Answer,
+    Question,
+    by_group,
+    cells,
+    silos_of,
+    unresolved,
+)
 from roundtable.core.analyses.scipy_parts import stats
 from roundtable.core.tables.table_description import ColumnTable
 from roundtable.core.tables.table_reading import DataTable
+
+_AS_TOLD = ", or spread over too little of the stated range: no test compares them"
 
 
 class Describe(Question):
@@ -113,6 +126,25 @@ class Describe(Question):
         squares = self._half**2 * (public["second"] - public["first"] ** 2 / present)
         return present, mean, squares
 
+    def spread(self, public: Arrays) -> Doubles:
+        """The sums of squares about the mean in halves of ranges [groups, columns]; NaN where hidden."""
+        present = np.where(public["present"] < self.least, np.nan, public["present"])
+        found: Doubles = public["second"] - public["first"] ** 2 / present
+        return found
+
+    def _rounding(self, public: Arrays) -> list[str]:
+        """A note for each column whose standard deviations the sums do not tell to 1e-8."""
+        notes, silos, n = [], silos_of(public), public["present"]
+        coarse = (n > 1) & (n >= self.least) & unresolved(self.spread(public), silos)
+        for place in np.flatnonzero(coarse.any(axis=0)):
+            fewest = n[coarse[:, place], place].min()
+            within = self._half[place] * np.sqrt(silos * ROUNDED / (fewest - 1))
+            notes.append(
+                f"{self.of[place]}: a standard deviation so small beside the stated range is known within ± "
+                f"{within:.2g}; a narrower least and most tells more"
+            )
+        return notes
+
     @override
     def answer(self, public: Arrays) -> Answer:
         n, mean, squares = self.figures(public)
@@ -137,7 +169,8 @@ class Describe(Question):
                 kept = [figures[key] for key in ("count", "missing", "mean", "sd")]
                 rows.append([name, *group, *kept])
         hidden = sum(int((public[name] == HIDDEN).sum()) for name in ("present", "missing"))
-        return Answer(self.title, self.ask, header, rows, values, hidden=hidden)
+        notes = self._rounding(public)
+        return Answer(self.title, self.ask, header, rows, values, hidden=hidden, notes=notes)
 
 
 class _Compared(Describe):
@@ -151,6 +184,10 @@ class _Compared(Describe):
     @property
     def _groups_needed(self) -> int:
         return len(self.labels)
+
+    def _alike(self, public: Arrays) -> bool:
+        """Whether no group's values differ, as far as the sums tell."""
+        return bool(unresolved(self.spread(public)[:, 0].sum(), silos_of(public)))
 
     @override
     def step(self, public: Arrays, sums: Arrays, stage: int) -> dict[str, Any]:
@@ -167,6 +204,8 @@ class TTest(_Compared):
 
     @override
     def answer(self, public: Arrays) -> Answer:
+        if self._alike(public):
+            return Answer(self.title, self.ask, why=f"both groups are constant{_AS_TOLD}")
         n, mean, squares = (each[:, 0] for each in self.figures(public))
         difference = float(mean[0] - mean[1])
         parts = squares / (n - 1) / n
@@ -179,8 +218,6 @@ class TTest(_Compared):
         rows = []
         for name, (variance, freedom) in tests.items():
             error = float(np.sqrt(variance))
-            if not error > 0:
-                return Answer(self.title, self.ask, why="both groups are constant: no test compares them")
             t = difference / error
             reach = float(stats.t.ppf(0.975, freedom)) * error
             p = float(2 * stats.t.sf(abs(t), freedom))
@@ -202,12 +239,12 @@ class Anova(_Compared):
 
     @override
     def answer(self, public: Arrays) -> Answer:
+        if self._alike(public):
+            return Answer(self.title, self.ask, why=f"every group is constant{_AS_TOLD}")
         n, mean, squares = (each[:, 0] for each in self.figures(public))
         grand = (n * mean).sum() / n.sum()
         between, within = float((n * (mean - grand) ** 2).sum()), float(squares.sum())
         one, two = len(n) - 1, float(n.sum() - len(n))
-        if not within > 0:
-            return Answer(self.title, self.ask, why="every group is constant: no test compares them")
         f = between / one / (within / two)
         p = float(stats.f.sf(f, one, two))
         values = {"F": f, "p": p, "df": [one, two], "between": between, "within": within}

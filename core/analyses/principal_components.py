@@ -42,11 +42,15 @@ class Components(Correlation):
         base = super().answer(public)
         covariance, n = np.array(base.values["covariance"]), int(base.values["n"])
         mean = public["mean"] + self._half * public["first"] / n
-        sd = np.sqrt(np.diag(covariance) * (n - 1) / n)
+        sd = np.sqrt(np.maximum(np.diag(covariance), 0.0) * (n - 1) / n)
         if self.standardise:
-            constant = [name for name, value in zip(self.of, sd, strict=True) if not value > 0]
+            told = np.diag(np.array(base.values["correlation"], dtype=object))
+            constant = [name for name, value in zip(self.of, told, strict=True) if value is None]
             if constant:
-                why = f"column {constant[0]!r} is constant, and cannot be standardised"
+                why = (
+                    f"column {constant[0]!r} is constant, or spread over too little of its range, and cannot "
+                    "be standardised"
+                )
                 return Answer(self.title, self.ask, why=why)
         scale = sd if self.standardise else np.ones(len(sd))
         variances, directions = np.linalg.eigh(covariance / np.outer(scale, scale))

@@ -21,9 +21,12 @@ DONE = 1000.0
 """The stage of a question that has its answer; one that cannot be answered has the stage −code."""
 HIDDEN = -1.0
 """In the place of a count that is above 0 and below the least count."""
+ROUNDED = 2.0**-57
+"""How far off a silo's sum may be: half of the last place behind the point."""
+_EXACT = 1e-8
 _WHY = {
     1: "fewer rows than the least count, in all or in one of the groups that it compares",
-    2: "the sums are singular: a column is constant, or a sum of others",
+    2: "the sums are singular: a column is constant, a sum of others, or spread over too little of its range",
     3: "perfect separation: a column tells the outcome for certain, so that its coefficient has no limit",
     4: "no convergence within the rounds of the analysis",
     5: "fewer than three rows for each coefficient: the fit would tell of single rows",
@@ -240,6 +243,17 @@ class Question:
             known = ", ".join(self.columns) or "none"
             raise ConfigError(f"{self.title}: the study has no column {name!r}; it has {known} ([columns])")
         return self.columns[name]
+
+
+def silos_of(public: Arrays) -> float:
+    """Over how many silos sums are; one where a silo adds up its own."""
+    return max(float(public["silos"][0]), 1.0) if "silos" in public else 1.0
+
+
+def unresolved(squares: Any, silos: float) -> Any:
+    """Which sums of squares about a mean, in halves of a column's range, are not known to 1e-8: those of a
+    constant column, or of one whose stated range is far wider than its values."""
+    return ~(np.asarray(squares) > silos * ROUNDED / _EXACT)
 
 
 def by_group(table: DataTable, by: str | None, groups: int) -> Doubles:

@@ -23,6 +23,8 @@ from roundtable.core.analyses.question import (
     TOO_FEW,
     Answer,
     Question,
+    silos_of,
+    unresolved,
 )
 from roundtable.core.analyses.scipy_parts import stats
 from roundtable.core.tables.table_description import ColumnTable
@@ -111,7 +113,11 @@ class Regression(Question):
     @override
     def blame(self, public: Arrays, code: int) -> str:
         place = int(public["blame"][0])
-        return f": {self.terms[place]!r}" if code in (SINGULAR, SEPARATED) and place >= 0 else ""
+        return (
+            f": {[*self.terms, self.outcome][place]!r}"
+            if code in (SINGULAR, SEPARATED) and place >= 0
+            else ""
+        )
 
 
 class Linear(Regression):
@@ -188,6 +194,9 @@ class Linear(Regression):
         """The slopes from moments about nearly the means, of rows whose weights add up to this."""
         gram = sums["second"] - np.outer(sums["first"], sums["first"]) / total
         mean = public["mean"] + self._halves * sums["first"] / total
+        lost = np.flatnonzero(unresolved(np.diag(gram), silos_of(public)))
+        if lost.size:
+            return {"stage": -float(SINGULAR), "blame": lost[:1].astype(np.float64)}
         solved, place = self.fitted(gram, total)
         if solved is None:
             return {"stage": -float(SINGULAR), "blame": np.array([float(place)])}

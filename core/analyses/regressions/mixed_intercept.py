@@ -18,7 +18,15 @@ from typing_extensions import override
 
 from roundtable.core.analyses.estimates import HEADER, coefficient_rows, coefficients, inverted, solve
 from roundtable.core.analyses.exact_sums import Arrays, Doubles, Shape
-from roundtable.core.analyses.question import DONE, FEW_SILOS, NO_LIMIT, SINGULAR, Answer
+from roundtable.core.analyses.question import (
+    DONE,
+    FEW_SILOS,
+    NO_LIMIT,
+    SINGULAR,
+    Answer,
+    silos_of,
+    unresolved,
+)
 from roundtable.core.analyses.regression import Linear
 from roundtable.core.analyses.regressions.meta_analysis import LEAST_SILOS
 from roundtable.core.errors import PrivacyError
@@ -97,7 +105,10 @@ class MixedIntercept(Linear):
         if fitted is None:
             return {"stage": -float(SINGULAR), "blame": np.array([float(place - 1)])}
         left = np.append(-fitted, 1.0)
-        grows = self._freedom(public) * float(left @ slope @ left) / float(left @ cross @ left)
+        residual = float(left @ cross @ left)
+        if unresolved(residual, silos_of(public)):
+            return {"stage": -float(SINGULAR), "blame": np.array([float(self._width)])}
+        grows = self._freedom(public) * float(left @ slope @ left) / residual
         grows += float(sums["logs"][1])
         if self.restricted:
             grows += float(np.trace(inverted(cross[:-1, :-1]) @ slope[:-1, :-1]))
