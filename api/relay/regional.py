@@ -34,7 +34,7 @@ from roundtable.relay.region_spans import RegionSpan, RoundMade, SpanFolder
 from roundtable.relay.regional_table import RegionalTable
 from roundtable.relay.relay_sums import RelaySums
 from roundtable.relay.silos import Asked, Silo, Silos, asked_in
-from roundtable.relay.sum_orders import job_in
+from roundtable.relay.sum_orders import SumTerms, job_in
 from roundtable.server.auth.access import Refusal
 from roundtable.server.door.agent_messages import UploadOffer
 from roundtable.server.door.from_relays import MOST_MEMBERS
@@ -187,14 +187,14 @@ class RegionalRounds:
             )
         return None
 
-    def forged(self, silo: str, offer: UploadOffer, certificate: bytes) -> str:
-        """Why an update for a model of the region is not one that the silo has signed, by its identity
-        certificate (PEM); "" for any other."""
-        live = self._live.get(offer.at.job)
-        if live is None or live.asked != asked_in(offer):
-            return ""
+    def forged(self, silo: str, offer: UploadOffer, certificate: bytes, terms: SumTerms | None) -> str:
+        """Why an update that is to be added up is not one that the silo has signed, by its certificate (PEM),
+        for the model of its order: in a sum it would spoil all others; "" for any other."""
+        live, model = self._live.get(offer.at.job), terms.model if terms is not None else ""
+        if live is not None and live.asked == asked_in(offer):
+            model = live.span.model.digest
         holder = Identity(certificate, b"") if certificate else None
-        return unsigned(offer, holder, live.span.model.digest, silo, self._authority)
+        return unsigned(offer, holder, model, silo, self._authority) if model else ""
 
     def is_within(self, asked: Asked) -> bool:
         """Whether updates of this step stay here, taken or not."""

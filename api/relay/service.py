@@ -303,7 +303,7 @@ class RelayAgentService(agent_pb2_grpc.AgentsServicer):
                 grpc.StatusCode.UNAVAILABLE,
                 "the job's updates are added up here, and the order for this one is not here yet; come again",
             )
-        if forged := self._regional.forged(name, offer, bearer.identity):
+        if forged := self._regional.forged(name, offer, bearer.identity, terms):
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, forged)
         writer = self._spool.writer(name, offer)
         try:

@@ -14,6 +14,10 @@ SILO_KEY = "roundtable-silo"
 """The metadata of a relay's call that names the silo for which it calls."""
 
 
+class VoidIdentity(IdentityError):
+    """The identity of a silo that a relay speaks for is not in force any more."""
+
+
 class RelayedSilos:
     """Kept in memory: a relay that comes again shows again who has signed."""
 
@@ -60,14 +64,18 @@ class RelayedSilos:
 
     def caller(self, relay: str, silo: str, way: tuple[str, ...] = ()) -> Principal:
         """The silo for which a relay calls; IdentityError unless it may, and the silo's way to it ends with
-        `way`, the relays on it with that one as the last."""
+        `way`, the relays on it with that one as the last. VoidIdentity for one that was revoked since."""
         identity, path = self._silos.get(relay, {}).get(silo, (None, ()))
         if identity is None:
             raise IdentityError(f"the relay {relay!r} does not speak for a silo of this name")
         here = path.index(relay) + 1
         if path[max(0, here - len(way)) : here] != way and way:
             raise IdentityError(f"the way of {silo!r} is not by the relays {PATH_MARK.join(way)!r}")
-        return Principal(silo, "agent", "relay", self._principals.of_certificate(identity).expires)
+        try:
+            shown = self._principals.of_certificate(identity)
+        except IdentityError as error:
+            raise VoidIdentity(str(error)) from error
+        return Principal(silo, "agent", "relay", shown.expires)
 
     def silos_of(self, who: Principal) -> Collection[str]:
         """Those for whom a caller may read: itself, or the silos of a relay."""

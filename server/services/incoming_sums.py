@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -20,7 +20,7 @@ from roundtable.engine import messages as m
 from roundtable.proto import agent_pb2, relay_pb2
 from roundtable.proto.pieces import Piece
 from roundtable.server.auth.access import Refusal
-from roundtable.server.auth.relayed import RelayedSilos
+from roundtable.server.auth.relayed import RelayedSilos, VoidIdentity
 from roundtable.server.door.from_relays import SumOffer, sum_of
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.services import transfer
@@ -68,16 +68,19 @@ class IncomingSums:
         if first is None or first.WhichOneof("part") != "header":
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a sum begins with its header")
         offer = sum_of(first.header)
-        check_signed(self._relayed, self._authority, offer, relay)
+        void = check_signed(self._relayed, self._authority, offer, relay)
         async with self._places:
-            return await self._take(relay, offer, parts)
+            return await self._take(relay, offer, parts, void)
 
     async def _take(
-        self, relay: str, offer: SumOffer, parts: AsyncIterator[relay_pb2.SumPart]
+        self, relay: str, offer: SumOffer, parts: AsyncIterator[relay_pb2.SumPart], void: Mapping[str, str]
     ) -> relay_pb2.SumReceipt:
         wanted: list[Offer] = []
-        decided: dict[str, Outcome] = {}
+        # Or one silo that is revoked while its update is at the relay would cost the region its round.
+        decided = {silo: Outcome(Receipt.REJECTED, reason) for silo, reason in void.items()}
         for number, (silo, update) in enumerate(offer.everyone.items(), 1):
+            if silo in void:
+                continue
             if silo not in self._services.sessions.identities:
                 raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"{silo!r} has shown no identity here")
             found = await self._uploads.consider(silo, update, offer.model)
@@ -209,20 +212,26 @@ async def pieces_of(parts: AsyncIterator[relay_pb2.SumPart], step: m.Step) -> As
         failpoint("update_part", step.round, step.phase)
 
 
-def check_signed(relayed: RelayedSilos, authority: bytes, offer: SumOffer, *way: str) -> None:
-    """Refusal unless the first relay of `way` has signed the sum, each relay behind it its own sum that is in
-    it, and the last one speaks for all silos, each of whose ways leads by these relays."""
+def check_signed(relayed: RelayedSilos, authority: bytes, offer: SumOffer, *way: str) -> dict[str, str]:
+    """The members whose identities are void, and why. Refusal unless the first relay of `way` has signed the
+    sum, each relay behind it its own sum that is in it, and the last one speaks for all silos, each of whose
+    ways leads by these relays."""
+    void: dict[str, str] = {}
     try:
         values = {**offer.statement, "relay": way[0]}
         signer = verify(offer.certificate, authority, "relay", "sum", values, offer.signature, at=offer.time)
         if signer != way[0]:
             raise IdentityError(f"the sum is signed by {signer!r}")
         for silo in offer.members:
-            relayed.caller(way[-1], silo, way)
+            try:
+                relayed.caller(way[-1], silo, way)
+            except VoidIdentity as error:
+                void[silo] = str(error)
     except (IdentityError, ValueError) as error:
         raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"the sum of {way[0]!r}: {error}") from error
     for below, each in offer.sums:
-        check_signed(relayed, authority, each, below, *way)
+        void |= check_signed(relayed, authority, each, below, *way)
+    return void
 
 
 def _evidence(relay: str, offer: SumOffer) -> dict[str, object]:

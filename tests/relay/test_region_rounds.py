@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,10 +26,12 @@ from roundtable.client.door.model_names import ArtifactName
 from roundtable.client.policy.region_models import RegionWord, check_region
 from roundtable.core import JobConfig
 from roundtable.core.errors import IdentityError, ResourceError
-from roundtable.core.identity.credentials import create_ca, issue, load_silo_identity
+from roundtable.core.identity.credentials import SiloIdentity, create_ca, issue, load_silo_identity
+from roundtable.core.identity.signing import sign
 from roundtable.core.layout import Layout
 from roundtable.core.models import Model, model_digest, open_model, save_model
 from roundtable.proto import agent_pb2, common_pb2, relay_pb2
+from roundtable.proto.receipts import update_values
 from roundtable.relay.cache import RegionCache
 from roundtable.relay.from_coordinator import FromCoordinator
 from roundtable.relay.held_updates import RelaySpool
@@ -38,6 +41,7 @@ from roundtable.relay.regional import RegionalRounds
 from roundtable.relay.regional_table import RegionalTable
 from roundtable.relay.relay_sums import RelaySums
 from roundtable.relay.silos import Silo, Silos
+from roundtable.relay.sum_orders import SumTerms
 from roundtable.server.auth.access import Refusal
 from roundtable.server.door.from_agents import offer_of
 from roundtable.server.services.upload_receipts import Receipts
@@ -296,6 +300,44 @@ async def until(condition: Any) -> None:
             return
         await asyncio.sleep(0.005)
     pytest.fail("waited in vain")
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["region", "coordinator"])
+async def test_what_a_silo_has_not_signed_for_the_model_of_its_order_is_in_no_sum(
+    tmp_path: Path, credentials: Path, within: bool
+) -> None:
+    """One such update would have the coordinator refuse the sum of all."""
+    region = Region(tmp_path, credentials, RegionalTable(least_silos=1))
+    model, name = model_digest(START), NAMES[0]
+    own = load_silo_identity(credentials / name)
+    header = agent_pb2.UploadHeader(
+        step=common_pb2.Step(job="job", round=1, attempt=1, phase="train"),
+        content=common_pb2.Artifact(digest="3" * 64, size=12),
+        layout="1" * 64,
+        encoding="float32",
+        examples=5,
+        model=model,
+        time=time.time(),
+    )
+    terms = None if within else SumTerms("examples", "float32", "1" * 64, model)
+    if within:
+        region.order(*NAMES)
+
+    def forged(model: str = model, signer: SiloIdentity = own, **changes: Any) -> str:
+        made = agent_pb2.UploadHeader()
+        made.CopyFrom(header)
+        made.model = model
+        made.signature = sign(signer, "update", update_values(name, made))
+        for key, value in changes.items():
+            setattr(made, key, value)
+        return region.regional.forged(name, offer_of(made), own.certificate, terms)
+
+    assert forged() == ""
+    assert "is not signed" in forged(signature=b"")
+    assert "is not signed" in forged(examples=5_000)
+    assert "is not signed" in forged(signer=load_silo_identity(credentials / NAMES[1]))
+    assert "was asked about" in forged(model="4" * 64)
+    await region.close()
 
 
 @settings(max_examples=5, deadline=None)

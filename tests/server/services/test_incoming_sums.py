@@ -18,6 +18,7 @@ from blake3 import blake3
 from scripted_agent import ScriptedAgent, header_for, secure_channel
 from service import AGENTS, Operator
 
+from roundtable.administration import Administrator
 from roundtable.core.identity.credentials import SiloIdentity, issue, load_silo_identity
 from roundtable.core.identity.signing import open_envelope, passage_values, sign
 from roundtable.proto import PROTOCOL_VERSION, agent_pb2, common_pb2, relay_pb2, relay_pb2_grpc
@@ -222,6 +223,26 @@ async def test_a_sum_that_is_not_of_those_who_signed_is_refused(
     assert "not finite" in (await relay.send(*relay.header(alder, birch, data=spoiled))).problem
     assert "5 bytes" in (await relay.send(*relay.header(alder, birch, data=bytes(5)))).problem
     told = await relay.send(*relay.header(alder, birch))
+    assert told.taken
+
+
+async def test_a_silo_that_is_revoked_while_its_update_is_at_the_relay_costs_the_others_nothing(
+    coordinator: Coordinator, operator: Operator, region: tuple[Relay, list[Silo]], certificates: Path
+) -> None:
+    relay, (alder, birch, cedar) = region
+    await started(operator, [alder, birch, cedar])
+    await relay.speak_for(alder, birch, cedar)
+
+    def revoke() -> None:
+        with Administrator(f"localhost:{coordinator.port}", certificates / "olga") as olga:
+            olga.revoke("alder", "its laptop was stolen")
+
+    await asyncio.to_thread(revoke)
+    told = await relay.send(*relay.header(alder, birch, cedar))
+    assert not told.taken
+    assert [(each.silo, each.receipt.status) for each in told.members] == [("alder", Status.REJECTED)]
+    assert "has been revoked" in told.members[0].receipt.reason
+    told = await relay.send(*relay.header(birch, cedar))
     assert told.taken
 
 
