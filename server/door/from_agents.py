@@ -280,7 +280,12 @@ def _progress(message: agent_pb2.FromAgent) -> ProgressReport:
     for name, value in (("done", said.done), ("total", said.total)):
         if value > bounds.MOST_COUNT:
             raise ProtocolError(f"the progress has {name} = {value}; at most 2^53 can be")
-    figures = {field.name: float(value) for field, value in said.figures.ListFields()}
+    named = {field.name: value for field, value in said.figures.ListFields()}
+    for name, value in named.items():
+        if isinstance(value, int) and value > bounds.MOST_COUNT:
+            # A float holds it as another one, which the message that tells operators of it may not hold.
+            raise ProtocolError(f"the progress has {name} = {value}; at most 2^53 can be")
+    figures = {name: float(value) for name, value in named.items() if not math.isnan(value)}
     for name, figure in {**figures, "loss": said.loss}.items():
         if abs(figure) > MAX_SUM:
             raise ProtocolError(f"the progress has {name} = {figure:g}; at most {MAX_SUM:g} can be")

@@ -67,6 +67,34 @@ def strange_update(asked: Any, chance: random.Random) -> tuple[agent_pb2.UploadH
     return header, data
 
 
+async def test_whatever_numbers_a_silo_says_of_its_step_operators_are_shown_the_job(
+    coordinator: Coordinator, operator: Operator, certificates: Path
+) -> None:
+    """At the bounds of each kind of field; what was refused leaves the last word that was not."""
+    fields = common_pb2.StepFigures.DESCRIPTOR.fields
+    whole = {field.name for field in fields if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64)}
+    async with ScriptedAgent(coordinator.port, certificates / "alder") as hostile:
+        job = await operator.submit("[cohort]\nsize = 1\nminimum = 1\n[evaluation]\nevery = 0")
+        step = (await hostile.expect("instruction")).step
+        for field, value in [
+            *((name, value) for name in sorted(whole) for value in (2**32 - 1, 2**53, 2**64 - 1)),
+            *(
+                (field.name, value)
+                for field in fields
+                for value in (math.nan, -1e100)
+                if field.name not in whole
+            ),
+        ]:
+            figures = common_pb2.StepFigures()
+            with contextlib.suppress(ValueError):  # A field of 32 bits.
+                setattr(figures, field, value)
+            await hostile.say(progress=agent_pb2.Progress(step=step, done=1, total=2, figures=figures))
+            await hostile.say(heartbeat=agent_pb2.Heartbeat())
+            await hostile.expect("heartbeat")
+            (shown,) = (await operator.job(job.id)).clients
+            assert not math.isnan(getattr(shown.figures, field))
+
+
 async def attack(agent: ScriptedAgent, instruction: Any, chance: random.Random) -> None:
     """Thirty strange messages and six strange updates; then the step is given up, if it is there yet."""
     for _ in range(30):
@@ -131,6 +159,10 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
     ({"accepted": {"step": AT | {"round": 2**32 - 1}}}, "a step's round is 4294967295"),
     ({"progress": {"step": AT, "done": 2**64 - 1}}, "done = 18446744073709551615"),
     ({"progress": {"step": AT, "loss": -math.inf}}, "loss = -inf"),
+    (
+        {"progress": {"step": AT, "figures": {"memory_bytes": 2**64 - 1}}},
+        "memory_bytes = 18446744073709551615",
+    ),
     ({"hello": {"identity": b"x" * (1 << 17)}}, "has 131072 bytes"),
     ({"hello": {"seen": [{"job": "a/../b"}]}}, "'a/../b' is not a valid identifier"),
     ({"proof": b"x" * 2000}, "has 2000 bytes"),
