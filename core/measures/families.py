@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 Sums = Mapping[str, tuple[float, int]]
 Cells = Mapping[str, float]
@@ -72,7 +73,13 @@ class Family:
 
 def family_of(text: str) -> Family | None:
     """The family that `NAME..KIND_SIZE`, or one of its cells, names; None for another text."""
-    found = _FAMILY.fullmatch(text.rpartition(MARK)[0] if text.count(MARK) == 2 else text)
+    return _named(text.rpartition(MARK)[0] if text.count(MARK) == 2 else text)
+
+
+@lru_cache(1024)
+def _named(prefix: str) -> Family | None:
+    """Of each silo and round every cell is asked for, and a family's cells all begin alike."""
+    found = _FAMILY.fullmatch(prefix)
     if found is None:
         return None
     try:

@@ -249,3 +249,10 @@ def test_any_text_is_an_expression_or_refused(text: str) -> None:
 def test_a_job_names_the_mistake(metrics: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_job(f'task = "t"\n[metrics]\n{metrics}\n')
+
+
+def test_all_cells_of_a_family_name_one_and_the_same() -> None:
+    # Each silo's sums are asked cell by cell: making a family anew for each took 20 ms for one of 100 cells.
+    family = Family("risk", "ranking", 50)
+    assert len({id(family_of(family.key(cell))) for cell in family.cells}) == 1
+    assert family_of(family.prefix) == family
