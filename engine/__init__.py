@@ -1,12 +1,13 @@
 """The round engine: events in, actions out; the same for the coordinator and the simulation."""
 
+from roundtable.core.observability.metric_sums import add_up, mean, means
 from roundtable.engine.best_model import Best, best_after
 from roundtable.engine.combining.combine import Combined, combine, try_rule
 from roundtable.engine.combining.received import GroupMean, GroupMeans, Mean, Received, RegionModel, Rows
 from roundtable.engine.combining.region_sums import sum_by_region
 from roundtable.engine.combining.round_delta import RoundAccount
 from roundtable.engine.combining.server_state import ServerState, initial_server_state
-from roundtable.engine.metrics import add_up, figures, mean, means
+from roundtable.engine.metrics import figures
 from roundtable.engine.population import NumberedClients, NumberedNames, Population, Roster
 from roundtable.engine.round_engine import RoundEngine
 from roundtable.engine.selection import STRATEGIES, Candidate

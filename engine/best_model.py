@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from roundtable.core.job_tables.stop_table import StopTable
+from roundtable.core.job_tables.stop_table import StopTable, larger_is_better
 from roundtable.core.measures.columns import CENTRAL
+from roundtable.core.observability.metric_sums import mean
 from roundtable.engine.messages import RoundRecord
-from roundtable.engine.metrics import mean, of_model
-from roundtable.engine.stopping import larger_is_better
+from roundtable.engine.metrics import of_model
 
 
 @dataclass(frozen=True)

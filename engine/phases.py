@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from roundtable.core.errors import MODEL_MISMATCH
 from roundtable.core.measures.columns import CENTRAL
+from roundtable.core.observability.metric_sums import means, worked_out
 from roundtable.core.observability.released import IN_THE_LOG, Tells, is_told
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m
 from roundtable.engine.context import JobContext
-from roundtable.engine.metrics import means, worked_out
 from roundtable.engine.policies.training_policy import Combine, Decision, GiveUp, TrainingPolicy
 from roundtable.engine.records import record_of, record_without_model, shown
 from roundtable.engine.state import Attempt, hops_after, in_queue

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roundtable.core.observability.metric_sums import add_up, means, worked_out
 from roundtable.core.observability.throughput import TOKENS
 from roundtable.engine.messages import RoundRecord, Update
-from roundtable.engine.metrics import add_up, means, worked_out
 from roundtable.engine.state import BUSY, Attempt
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from roundtable.core.config import JobConfig
+from roundtable.core.observability.metric_sums import mean
 from roundtable.engine.best_model import Best, best_after
 from roundtable.engine.messages import RoundRecord
-from roundtable.engine.metrics import mean, of_model
+from roundtable.engine.metrics import of_model
 from roundtable.engine.stopping import Trend
 
 

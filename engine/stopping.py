@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 
-from roundtable.core.job_tables.stop_table import StopTable
-
-_SMALLER = frozenset(("mae", "mape", "mse", "ece", "nll", "ppl", "brier", "crps", "wer", "cer"))
-"""Words in the names of metrics of which the smaller value is the better one."""
+from roundtable.core.job_tables.stop_table import StopTable, larger_is_better
 
 
 @dataclass
@@ -62,13 +58,3 @@ def missing_metric(stop: StopTable, trend: Trend, measured: Iterable[str]) -> st
 
 def _sign(stop: StopTable) -> float:
     return 1.0 if larger_is_better(stop.metric or "", stop) else -1.0
-
-
-def larger_is_better(metric: str, stop: StopTable) -> bool:
-    """A metric's direction: as `[stop]` states it of its own metric; else what the metric's name says."""
-    if metric == stop.metric and stop.larger_is_better is not None:
-        return stop.larger_is_better
-    name = metric.lower()
-    if any(part in name for part in ("loss", "error", "perplexity", "rmse")):
-        return False
-    return _SMALLER.isdisjoint(re.split(r"[^a-z0-9]+", name))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from roundtable.core.errors import ConfigError, TaskError
+from roundtable.core.observability.metric_sums import means, worked_out
 from roundtable.core.privacy_table import NoPrivacy, masking_of
 from roundtable.core.tensor_spec import DTYPES
-from roundtable.engine.metrics import means, worked_out
 from roundtable.simulation.backend import Backend, Failed, Summing, Work, World
 from roundtable.simulation.backends.sequential import Sequential
 from roundtable.simulation.reporting.cross_table import GLOBAL, CrossTable

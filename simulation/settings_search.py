@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from roundtable.core.config import JobConfig, load_job
 from roundtable.core.errors import ConfigError
+from roundtable.core.job_tables.stop_table import larger_is_better
 from roundtable.core.paths import AnyPath
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.core.seeds import numpy_generator
 from roundtable.core.task import AnyTask, ArrayTask, Task
-from roundtable.engine.stopping import larger_is_better
 from roundtable.simulation.reporting.comparison import Comparison, Run, open_run
 from roundtable.simulation.sweep import Overrides, run_names, sweep
 from roundtable.simulation.world.longer_runs import why_not_to_other_rounds

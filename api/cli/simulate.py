@@ -206,7 +206,7 @@ class _Bars:
 def _sentence(progress: Progress) -> str:
     """What is worth a line: a committed round, a failure; who was selected is not."""
     if progress.record is not None:
-        from roundtable.engine import means
+        from roundtable.core.observability.metric_sums import means
 
         record = progress.record
         figures = {

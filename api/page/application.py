@@ -25,7 +25,7 @@ from roundtable.core.foreign_text import printable
 from roundtable.page.live import LiveTopics, topics_of
 from roundtable.page.page_calls import CHANGES, READS, PageCall
 from roundtable.page.shown_analyses import answers_in, bytes_of, check_answered
-from roundtable.page.shown_rounds import MOST_ROUNDS, NEWEST, rounds_of, silos_of
+from roundtable.page.shown_rounds import MOST_ROUNDS, NEWEST, measured_of, rounds_of, silos_of
 from roundtable.page.sign_in import FILES, SignIn, address_of
 from roundtable.page.values import message_of, values_of
 from roundtable.proto import administration_pb2, common_pb2, operator_pb2
@@ -138,7 +138,7 @@ class Application:
         """A job with its configuration and its incidents, its rounds thinned out, its newest silo by silo."""
         session = await self._must_be(request)
         detail = await self._detail(session, request, rounds=MOST_ROUNDS)
-        rounds = await asyncio.to_thread(rounds_of, list(detail.history))
+        rounds = await asyncio.to_thread(rounds_of, list(detail.history), detail.job_config)
         del detail.history[:]
         values = {
             **values_of(detail),
@@ -153,7 +153,7 @@ class Application:
         session = await self._must_be(request)
         first, last = (_whole(request.query_params.get(name, "0"), name) for name in ("first", "last"))
         detail = await self._detail(session, request, rounds=MOST_ROUNDS, first=first, last=last)
-        rounds = await asyncio.to_thread(rounds_of, list(detail.history))
+        rounds = await asyncio.to_thread(rounds_of, list(detail.history), detail.job_config)
         return JSONResponse({"rounds": rounds, "newest": await self._newest(session, request, rounds)})
 
     async def _newest(
@@ -163,7 +163,9 @@ class Application:
         detail = await self._detail(
             session, request, rounds=NEWEST, first=max(1, last + 1 - NEWEST), last=last
         )
-        return await asyncio.to_thread(silos_of, list(detail.history))
+        records, config = list(detail.history), detail.job_config
+        silos = await asyncio.to_thread(silos_of, records)
+        return {**silos, "measured": await asyncio.to_thread(measured_of, records, config)}
 
     async def _detail(self, session: PageSession, request: Request, **wish: int) -> operator_pb2.JobDetail:
         wanted = operator_pb2.GetJobRequest(job=request.path_params["job"], **wish)

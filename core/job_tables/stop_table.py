@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import Field, model_validator
 
 from roundtable.core.measures.columns import CENTRAL
 from roundtable.core.toml_tables import Finite, Seconds, Table
+
+_SMALLER = frozenset(("mae", "mape", "mse", "ece", "nll", "ppl", "brier", "crps", "wer", "cer"))
+"""Words in the names of metrics of which the smaller value is the better one."""
 
 
 class StopTable(Table):
@@ -39,3 +44,13 @@ class StopTable(Table):
         if self.metric is None and (self.target is not None or self.patience is not None):
             raise ValueError("target and patience need a metric")
         return self
+
+
+def larger_is_better(metric: str, stop: StopTable) -> bool:
+    """A metric's direction: as `[stop]` states it of its own metric; else what the metric's name says."""
+    if metric == stop.metric and stop.larger_is_better is not None:
+        return stop.larger_is_better
+    name = metric.lower()
+    if any(part in name for part in ("loss", "error", "perplexity", "rmse")):
+        return False
+    return _SMALLER.isdisjoint(re.split(r"[^a-z0-9]+", name))

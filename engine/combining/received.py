@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from roundtable.aggregation import UpdateMatrix
+from roundtable.core.observability.metric_sums import add_up
 from roundtable.engine.messages import Update
-from roundtable.engine.metrics import add_up
 from roundtable.privacy import SecureMean
 
 SUMMED = ("silos", "weight", "examples", "clipped")

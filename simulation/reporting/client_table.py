@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,26 +14,14 @@ from typing_extensions import override
 from roundtable.core.config import JobConfig
 from roundtable.core.foreign_text import printable
 from roundtable.core.job_tables.stop_table import StopTable
+from roundtable.core.observability.fairness import Fairness, fairness_of
+from roundtable.core.observability.metric_sums import Sums, means, worked_out
 from roundtable.core.paths import AnyPath
 from roundtable.engine.messages import RoundRecord
-from roundtable.engine.metrics import Sums, means, worked_out
-from roundtable.engine.stopping import larger_is_better
 from roundtable.simulation.reporting.notebook import html_table
 from roundtable.simulation.world.natural_names import NaturalNames
 
 _SHOWN = 20
-
-
-@dataclass(frozen=True)
-class Fairness:
-    """A metric over clients, each weighing alike: its mean, its standard deviation, and the mean of the worst
-    tenth (at least one client), and which end was taken for the worst."""
-
-    clients: int
-    mean: float
-    spread: float
-    worst_tenth: float
-    larger_is_better: bool
 
 
 @dataclass(frozen=True)
@@ -71,18 +58,7 @@ class ClientTable:
     @property
     def fairness(self) -> dict[str, Fairness]:
         """Of each metric that at least two clients have."""
-        found = {}
-        for metric in self.columns:
-            values = sorted(row[metric] for row in self.rows.values() if metric in row)
-            if len(values) < 2:
-                continue
-            mean = math.fsum(values) / len(values)
-            spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
-            tenth = max(1, len(values) // 10)
-            larger = larger_is_better(metric, self.stop)
-            worst = values[:tenth] if larger else values[-tenth:]
-            found[metric] = Fairness(len(values), mean, spread, math.fsum(worst) / tenth, larger)
-        return found
+        return fairness_of(self.rows, self.stop)
 
     @property
     def plain_fairness(self) -> dict[str, dict[str, Any]]:

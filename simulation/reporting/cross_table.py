@@ -13,9 +13,8 @@ from typing_extensions import override
 
 from roundtable.core.errors import ConfigError
 from roundtable.core.foreign_text import printable
-from roundtable.core.job_tables.stop_table import StopTable
+from roundtable.core.job_tables.stop_table import StopTable, larger_is_better
 from roundtable.core.paths import AnyPath
-from roundtable.engine.stopping import larger_is_better
 from roundtable.simulation.reporting.notebook import html_table, png_of
 from roundtable.simulation.reporting.plots import new_figure
 from roundtable.simulation.world.natural_names import NaturalNames

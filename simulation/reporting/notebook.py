@@ -13,7 +13,7 @@ from typing import Any
 
 from roundtable.core.errors import ResourceError
 from roundtable.core.foreign_text import printable
-from roundtable.engine.metrics import means
+from roundtable.core.observability.metric_sums import means
 from roundtable.simulation.reporting.progress import Progress, Report
 
 _LEAST_SECONDS = 0.2

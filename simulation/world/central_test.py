@@ -11,10 +11,10 @@ from torch import Tensor
 
 from roundtable.client.training.evaluation import evaluate
 from roundtable.core.errors import ConfigError, RoundtableError, TaskError
+from roundtable.core.observability.metric_sums import worked_out
 from roundtable.core.plugins.doors import described
 from roundtable.core.task import Site, Task, initial_state
 from roundtable.core.tensor_spec import DTYPES
-from roundtable.engine.metrics import worked_out
 from roundtable.simulation.backend import Work, World
 
 SERVER = "server"

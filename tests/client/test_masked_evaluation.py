@@ -20,7 +20,7 @@ from roundtable.client.worker.executor import Executor, Settings
 from roundtable.client.worker.worker_order import Order
 from roundtable.core import JobConfig, Model, Site, load_task, save_model
 from roundtable.core.initial_model import initial_model
-from roundtable.engine.metrics import add_up, means
+from roundtable.core.observability.metric_sums import add_up, means
 from roundtable.proto import agent_pb2
 
 TASK = """

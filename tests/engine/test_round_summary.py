@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from roundtable.core.config import JobConfig, parse_job
 from roundtable.core.job_tables.keep_table import KeepTable
-from roundtable.core.job_tables.stop_table import StopTable
+from roundtable.core.job_tables.stop_table import StopTable, larger_is_better
 from roundtable.engine import messages as m
 from roundtable.engine.round_summary import RoundSummary
-from roundtable.engine.stopping import larger_is_better, stop_reason
+from roundtable.engine.stopping import stop_reason
 
 values = st.none() | st.sampled_from([0.0, 0.1, 0.5, 0.55, 0.9, 1.0, math.nan])
 

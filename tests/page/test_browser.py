@@ -20,6 +20,7 @@ from roundtable.proto import agent_pb2
 from roundtable.server import ServerConfig
 
 HOSTILE = "<img src=x onerror=alert(1)>"
+SPARE = "document.documentElement.clientWidth - document.documentElement.scrollWidth"
 
 pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason="no browser here: install chromium"),
@@ -35,7 +36,8 @@ async def test_a_job_is_followed_paused_and_resumed_in_the_browser(
         Operator(world.coordinator.port, certificates / "olga") as operator,
         opened(world, world.tokens["operator"]) as page,
     ):
-        job = await operator.submit("[cohort]\nsize = 2\nminimum = 2", rounds=3)
+        kept = '[keep]\nbest = true\n[stop]\nmetric = "loss"'
+        job = await operator.submit(f"{kept}\n[cohort]\nsize = 2\nminimum = 2", rounds=3)
         # The overview shows it without being loaded again.
         await page.get_by_role("link", name=job.name, exact=True).first.click()
         await page.get_by_role("heading", level=1, name=job.name).wait_for()
@@ -78,6 +80,22 @@ async def test_a_job_is_followed_paused_and_resumed_in_the_browser(
         await page.locator("figure.chart").first.wait_for()
         await page.get_by_text("round 3 is committed").first.wait_for()
         await expect(page.locator(".heat td.counted")).to_have_count(6)
+        # Who opens the page finds the model that `roundtable job model` gives, and how it serves each silo.
+        await page.get_by_role("rowheader", name="best: round 1, loss 1").wait_for()
+        measured = page.get_by_role("region", name="What each silo measured")
+        assert await measured.get_by_role("row").all_inner_texts() == [
+            "Silo\tloss",
+            "alder\t1",
+            "birch\t1",
+            "Mean\t1",
+            "Spread\t0",
+            "Worst tenth\t1",
+        ]
+        await page.get_by_role("region", name="Who is protected against whom").wait_for()
+        before = page.viewport_size
+        await page.set_viewport_size({"width": 390, "height": 800})
+        await page.wait_for_function(f"{SPARE} >= 0")
+        await page.set_viewport_size(before)
         # A stretch of rounds is asked for anew, and the whole again.
         await page.get_by_label("Rounds from").fill("3")
         async with page.expect_response("**/rounds?first=3&last=0") as closer:
@@ -109,8 +127,7 @@ async def test_every_page_of_a_viewer_on_a_small_screen_and_after_a_restart(
             for name in ("Overview", "Jobs", "Analyses", "Silos", "Privacy", "Compare", "Audit"):
                 await page.get_by_role("navigation").get_by_role("link", name=name).click()
                 await page.get_by_role("heading", level=1).wait_for()
-                spare = "document.documentElement.clientWidth - document.documentElement.scrollWidth"
-                assert await page.evaluate(spare) >= 0, name
+                assert await page.evaluate(SPARE) >= 0, name
                 await accessible(page)
             await page.get_by_text("Only operators and administrators").wait_for()
             await page.get_by_role("navigation").get_by_role("link", name="Compare").click()

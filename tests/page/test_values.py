@@ -7,8 +7,10 @@ import math
 
 import pytest
 
+from roundtable.core import parse_job
 from roundtable.core.errors import ConfigError
-from roundtable.page.shown_rounds import means, rounds_of, silos_of
+from roundtable.core.measures.families import Family
+from roundtable.page.shown_rounds import measured_of, rounds_of, silos_of
 from roundtable.page.values import message_of, values_of
 from roundtable.proto import operator_pb2
 from roundtable.web.job_settings import settings_of
@@ -56,7 +58,7 @@ def test_rounds_are_told_as_means_spreads_and_counts() -> None:
             "birch": {"up": 20, "up_plain": 40, "encoding": "int8"},
         },
     }
-    (shown,) = rounds_of([json.dumps(record)])
+    (shown,) = rounds_of([json.dumps(record)], "")
     assert shown["evaluation"] == {"accuracy": 3.5}
     assert shown["spread"] == {"accuracy": [0.5, 1.5]}
     assert (shown["cohort"], shown["contributors"], shown["failures"], shown["excluded"]) == (3, 2, 1, 0)
@@ -64,7 +66,35 @@ def test_rounds_are_told_as_means_spreads_and_counts() -> None:
     sums = {"up": 30, "up_plain": 80, "down": 0, "down_plain": 0, "error": 0.5, "encodings": {"int8": 2}}
     assert shown["transfers"] == sums
     assert "alder" not in json.dumps(shown)
-    assert means({"loss": [-math.inf, 3]}) == {}
+
+
+def test_figures_that_are_not_means_are_told_without_the_sums_that_they_are_made_of() -> None:
+    family = Family("risk", "confusion", 2)
+    right = {"0_0": [3.0, 4], "0_1": [0.0, 4], "1_0": [0.0, 4], "1_1": [1.0, 4]}
+    wrong = {"0_0": [0.0, 4], "0_1": [3.0, 4], "1_0": [1.0, 4], "1_1": [0.0, 4]}
+    alder, birch = ({family.key(cell): sums[cell] for cell in family.cells} for sums in (right, wrong))
+    config = parse_job('task = "mine"\nrounds = 2\n[metrics]\nshare = "hits / all"').to_json()
+    record = {
+        "round": 2,
+        "evaluation": {**alder, "risk_accuracy": [0.5, 1], "share": [0.25, 1]},
+        "client_metrics": {
+            "alder": {**alder, "hits": [1.0, 4], "all": [4.0, 4]},
+            "birch": {**birch, "hits": [3.0, 4], "all": [4.0, 4]},
+        },
+    }
+    (shown,) = rounds_of([json.dumps(record)], config)
+    assert shown["evaluation"] == {"risk_accuracy": 0.5, "share": 0.25}
+    assert shown["spread"]["risk_accuracy"] == [0.0, 1.0]
+    assert shown["spread"]["share"] == [0.25, 0.75]
+    assert "risk.." not in json.dumps(shown)
+    later = {"round": 3, "evaluation": {}, "client_metrics": {}}
+    told = measured_of([json.dumps(record), json.dumps(later)], config, most=1)
+    assert told is not None
+    assert (told["round"], list(told["silos"]), told["more"]) == (2, ["alder"], 1)
+    assert told["silos"]["alder"]["risk_accuracy"] == 1.0
+    assert told["fairness"]["risk_accuracy"]["worst_tenth"] == 0.0
+    assert "risk.." not in json.dumps(told)
+    assert measured_of([json.dumps(later)], config) is None
 
 
 def test_the_newest_rounds_are_told_by_silo_and_by_reason() -> None:
@@ -88,8 +118,6 @@ def test_the_newest_rounds_are_told_by_silo_and_by_reason() -> None:
 
 
 def test_settings_say_which_are_defaults() -> None:
-    from roundtable.core import parse_job
-
     rows = {row["key"]: row for row in settings_of(parse_job('task = "mine"\nrounds = 7').to_json())}
     assert not rows["rounds"]["default"]
     assert rows["rounds"]["value"] == "7"

@@ -77,6 +77,6 @@ def _epsilon(charge: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _means(sums: Mapping[str, Any]) -> dict[str, float]:
-    from roundtable.engine import means
+    from roundtable.core.observability.metric_sums import means
 
     return means({name: (total, count) for name, (total, count) in sums.items()})

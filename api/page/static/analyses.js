@@ -1,6 +1,6 @@
 // @ts-check
 // Analyses: which there are, and the answers of one as tables and pictures.
-import { fill, h, Table } from "/static/dom.js";
+import { fill, h, Table, scrolled } from "/static/dom.js";
 import { figureOf } from "/static/figures.js";
 import { download, number, when } from "/static/format.js";
 import { rows } from "/static/live.js";
@@ -77,7 +77,7 @@ function answerOf(answer) {
     answer.answered
       ? [
           figureOf(answer),
-          h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": answer.title },
+          scrolled(answer.title,
             h("table", {}, h("caption", {}, answer.title),
               h("thead", {}, h("tr", {}, answer.header.map((/** @type {string} */ name, /** @type {number} */ at) => h("th", { scope: "col", class: answer.rows.some((/** @type {any[]} */ row) => typeof row[at] === "number") && "number" }, name)))),
               h("tbody", {}, answer.rows.map((/** @type {any[]} */ row) => h("tr", {}, row.map(shown)))))),

@@ -1,10 +1,11 @@
 // @ts-check
 // Several jobs side by side: the same metric in one chart, what they set differently, how they ended.
-import { fill, h } from "/static/dom.js";
+import { fill, h, scrolled } from "/static/dom.js";
 import { Chart } from "/static/charts.js";
 import { download, number } from "/static/format.js";
 import { parallel } from "/static/figures.js";
 import { rows } from "/static/live.js";
+import { bestOf } from "/static/measured.js";
 import { seriesOf } from "/static/job.js";
 import { jobLink } from "/static/parts.js";
 import { read } from "/static/session.js";
@@ -29,7 +30,7 @@ export function grouped(jobs, keys) {
     if (members.length === 1) return members[0];
     const series = new Map([...members[0].series.keys()].map((metric) => [metric, [averaged(members.map((job) => job.series.get(metric)?.[0]).filter(Boolean))]]));
     const settings = new Map([...members[0].settings].filter(([key]) => !SEEDS.includes(key)));
-    return { label: `${members[0].label} and ${members.length - 1} more seeds`, link: "", settings, series };
+    return { label: `${members[0].label} and ${members.length - 1} more seeds`, link: "", best: "", settings, series };
   });
 }
 
@@ -78,13 +79,14 @@ export function compare() {
     charts.forEach((chart) => chart.close());
     charts = [];
     const keys = [...new Set(found.flatMap((each) => each.settings.map((/** @type {any} */ setting) => setting.key)))];
-    const jobs = found.map((each) => ({ label: `${each.job.name} ${each.job.id.slice(0, 6)}`, link: each.job.id, settings: new Map(each.settings.map((/** @type {any} */ setting) => [setting.key, setting.value])), series: seriesOf(each.rounds) }));
+    const jobs = found.map((each) => ({ label: `${each.job.name} ${each.job.id.slice(0, 6)}`, link: each.job.id, best: bestOf(each.job, each.settings), settings: new Map(each.settings.map((/** @type {any} */ setting) => [setting.key, setting.value])), series: seriesOf(each.rounds) }));
     const named = together.checked ? grouped(jobs, keys) : jobs;
     const metrics = [...new Set(named.flatMap((each) => [...each.series.keys()]))];
     const last = (/** @type {any} */ each, /** @type {string} */ metric) => each.series.get(metric)?.[0]?.points.at(-1)?.[1];
     const value = (/** @type {any} */ each, /** @type {string} */ key) => each.settings.get(key) ?? "–";
+    const kept = named.some((each) => each.best);
     const differing = keys.filter((key) => new Set(named.map((each) => value(each, key))).size > 1);
-    const table = [["", ...named.map((each) => each.label)], ...differing.map((key) => [key, ...named.map((each) => value(each, key))]), ...metrics.map((metric) => [metric, ...named.map((each) => last(each, metric))])];
+    const table = [["", ...named.map((each) => each.label)], ...differing.map((key) => [key, ...named.map((each) => value(each, key))]), ...metrics.map((metric) => [metric, ...named.map((each) => last(each, metric))]), ...(kept ? [["best model", ...named.map((each) => each.best)]] : [])];
     const places = metrics.map((metric) => {
       const chart = new Chart(metric);
       charts.push(chart);
@@ -97,9 +99,10 @@ export function compare() {
     fill(result,
       lanes.length > 1 ? parallel("Settings that differ, and what came of them", lanes.slice(0, MOST_LANES), named.map((each) => each.label)) : null,
       h("div", { class: "charts" }, places.map(({ chart }) => chart.node)),
-      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Side by side" }, h("table", {}, h("caption", {}, "What is set differently, and each metric's last value"),
+      scrolled("Side by side", h("table", {}, h("caption", {}, "What is set differently, and each metric's last value"),
         h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Setting or metric"), named.map((each) => h("th", { scope: "col" }, each.link ? jobLink(each.link, each.label) : each.label)))),
-        h("tbody", {}, differing.map((key) => h("tr", {}, h("th", { scope: "row" }, key), named.map((each) => h("td", {}, value(each, key))))), metrics.map((metric) => h("tr", { class: "metric" }, h("th", { scope: "row" }, metric), named.map((each) => h("td", { class: "number" }, number(last(each, metric))))))))),
+        h("tbody", {}, differing.map((key) => h("tr", {}, h("th", { scope: "row" }, key), named.map((each) => h("td", {}, value(each, key))))), metrics.map((metric) => h("tr", { class: "metric" }, h("th", { scope: "row" }, metric), named.map((each) => h("td", { class: "number" }, number(last(each, metric)))))),
+          kept ? h("tr", { class: "metric" }, h("th", { scope: "row" }, "best model"), named.map((each) => h("td", {}, each.best || "–"))) : null))),
       h("button", { type: "button", onclick: () => download("compare.csv", table) }, "CSV"));
     for (const { chart, series } of places) chart.show(series);
   }

@@ -1,7 +1,7 @@
 // @ts-check
 // Pictures of answers, drawn as SVG: histograms, survival curves with their bands, estimates with their intervals.
 import { COLOURS } from "/static/charts.js";
-import { h } from "/static/dom.js";
+import { h, scrolled } from "/static/dom.js";
 import { number } from "/static/format.js";
 
 const WIDE = 560;
@@ -78,7 +78,7 @@ export function parallel(title, lanes, labels) {
     return svg("path", { ...look(job), d: points.map(([across, up], at) => `${at ? "L" : "M"}${across} ${up}`).join("") }, svg("title", {}, label));
   });
   const picture = svg("svg", { viewBox: `0 0 ${wide} ${high}`, width: wide, height: high, role: "img", "aria-label": `${title}; the table below holds the numbers`, class: "drawn parallel" }, lines, drawn);
-  return h("figure", { class: "chart" }, h("figcaption", {}, title), h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, picture), legendOf(labels));
+  return h("figure", { class: "chart" }, h("figcaption", {}, title), scrolled(title, picture), legendOf(labels));
 }
 
 /** @param {string[]} labels */

@@ -1,9 +1,10 @@
 // @ts-check
 // One job: where it stands, who does what, its curves, its privacy, what has happened, and what can be done.
-import { fill, h, Table } from "/static/dom.js";
+import { fill, h, Table, scrolled } from "/static/dom.js";
 import { Chart } from "/static/charts.js";
 import { bytes, download, duration, number, timeOfDay, when } from "/static/format.js";
-import { lines, rows } from "/static/live.js";
+import { heard, lines, rows } from "/static/live.js";
+import { bestOf, measuredOf, modelsOf } from "/static/measured.js";
 import { ask, badge, eventLine, problemOf, progress, tile } from "/static/parts.js";
 import { provenance } from "/static/provenance.js";
 import { may, read, session } from "/static/session.js";
@@ -25,6 +26,7 @@ export function job(id) {
   const stretch = stretchForm((first, last) => look(first, last));
   const protection = h("div");
   const contributions = h("div");
+  const measured = h("div");
   const settings = h("div");
   const sent = h("div");
   const setups = h("div");
@@ -56,6 +58,7 @@ export function job(id) {
     h("section", {}, h("h2", {}, "Curves"), stretch.node, charts),
     h("section", {}, h("h2", {}, "Silos at work"), cohort.node),
     h("section", {}, h("h2", {}, "Who contributed"), contributions),
+    h("section", {}, h("h2", {}, "What each silo measured"), measured),
     h("section", {}, h("h2", {}, "Updates and models on the way"), sent),
     h("section", {}, h("h2", {}, "What silos train on"), setups),
     h("section", {}, h("h2", {}, "Privacy"), protection),
@@ -87,6 +90,7 @@ export function job(id) {
       }
       fill(sent, transfersOf(kept.rounds.at(-1)));
       fill(setups, setupsOf(kept.setups ?? []));
+      fill(measured, measuredOf(kept.newest.measured));
       kept.job = rows(topic, "job")[""] ?? kept.job;
       models();
       newest = kept.rounds.at(-1)?.round ?? 0;
@@ -167,15 +171,12 @@ export function job(id) {
 
   function configuration() {
     fill(settings, h("details", {}, h("summary", {}, "All settings; those that are as by default are greyed"),
-      h("table", { class: "settings" }, h("caption", {}, "Settings of the job"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Key"), h("th", { scope: "col" }, "Value"))),
-        h("tbody", {}, kept.settings.map((/** @type {any} */ each) => h("tr", { class: each.default && "default" }, h("th", { scope: "row" }, each.key), h("td", {}, each.value)))))));
+      scrolled("Settings of the job", h("table", { class: "settings" }, h("caption", {}, "Settings of the job"), h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Key"), h("th", { scope: "col" }, "Value"))),
+        h("tbody", {}, kept.settings.map((/** @type {any} */ each) => h("tr", { class: each.default && "default" }, h("th", { scope: "row" }, each.key), h("td", {}, each.value))))))));
   }
 
   function models() {
-    const line = (/** @type {string} */ name, /** @type {any} */ artifact) => artifact?.digest && h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, h("code", {}, artifact.digest)), h("td", {}, bytes(artifact.size)));
-    fill(artifacts, h("table", {}, h("caption", {}, "Models of the job, by digest"), h("thead", {}, h("tr", {}, ["Model", "Digest", "Size"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, line("began with", kept.initial_model), line("newest", kept.job.model))),
-      h("p", {}, "Download it with ", h("code", {}, `roundtable job model ${kept.job.id}`), "."),
-      kept.rounds.length ? provenance(kept.job.id, kept.job.name) : null,
+    fill(artifacts, modelsOf(kept), kept.rounds.length ? provenance(kept.job.id, kept.job.name) : null,
       h("button", { type: "button", onclick: () => download(`${kept.job.name}-rounds.csv`, tableOf(kept.rounds)) }, "Rounds as CSV"));
   }
 
@@ -186,7 +187,7 @@ export function job(id) {
     if (told) {
       fill(title, told.name, " ", badge(told.status));
       fill(tiles,
-        tile("Rounds", progress(told.rounds_done, told.rounds)),
+        tile("Rounds", progress(told.rounds_done, told.rounds), bestOf(told, kept?.settings)),
         tile("Now", detail.phase ? `${detail.phase}, round ${detail.round}${detail.attempt > 1 ? `.${detail.attempt}` : ""}` : "–", detail.waiting_for || told.reason),
         tile("Deadline", detail.deadline ? timeOfDay(detail.deadline) : "–", detail.deadline ? `in ${duration(detail.deadline - Date.now() / 1000)}` : "none"),
         tile("Submitted", when(told.submitted), `by ${told.submitter}`),
@@ -199,7 +200,7 @@ export function job(id) {
     timeline.show(lines(topic), clients);
     const asked = word.value.toLowerCase();
     const found = lines(topic).filter((event) => !asked || `${event.kind} ${event.client} ${event.message}`.toLowerCase().includes(asked));
-    fill(events, found.length ? found.slice(-200).reverse().map((event) => eventLine(event)) : h("li", { class: "empty" }, "Nothing fits."));
+    fill(events, found.length ? found.slice(-200).reverse().map((event) => eventLine(event)) : h("li", { class: "empty" }, heard(topic) ? "Nothing fits." : "Looking…"));
   }
 
   let buttonsFor = "";
@@ -232,7 +233,7 @@ function transfersOf(round) {
   const line = (/** @type {string} */ name, /** @type {number} */ size, /** @type {number} */ plain) => h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: "number" }, bytes(size)), h("td", { class: "number" }, bytes(plain)), h("td", { class: "number" }, size ? `${number(plain / size)} ×` : "–"));
   const encodings = Object.entries(told.encodings).map(([name, count]) => `${name} (${count})`).join(", ");
   return [
-    h("table", {}, h("caption", {}, `Round ${round.round}, all silos together`), h("thead", {}, h("tr", {}, ["Way", "Bytes", "Without encoding", "Smaller by"].map((text, at) => h("th", { scope: "col", class: at ? "number" : "" }, text)))), h("tbody", {}, line("updates, up", told.up, told.up_plain), told.down ? line("models, down", told.down, told.down_plain) : null)),
+    scrolled("Updates and models on the way", h("table", {}, h("caption", {}, `Round ${round.round}, all silos together`), h("thead", {}, h("tr", {}, ["Way", "Bytes", "Without encoding", "Smaller by"].map((text, at) => h("th", { scope: "col", class: at ? "number" : "" }, text)))), h("tbody", {}, line("updates, up", told.up, told.up_plain), told.down ? line("models, down", told.down, told.down_plain) : null))),
     h("p", {}, encodings ? `Encodings that were chosen: ${encodings}. ` : "", told.error === null ? "" : `Relative error of encoding: ${number(told.error)}.`),
   ];
 }
@@ -241,8 +242,8 @@ function transfersOf(round) {
 function setupsOf(told) {
   const newest = [...new Map(told.map((each) => [each.client, each])).values()];
   if (!newest.length) return h("p", { class: "empty" }, "No silo has told it yet, or the job's level of privacy withholds it.");
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "What silos train on" }, h("table", {}, h("caption", {}, "The newest word of each silo"),
-    h("thead", {}, h("tr", {}, ["Silo", "Since round", "Machines", "Ranks", "Device", "Memory of each", "Plan"].map((text) => h("th", { scope: "col" }, text)))),
+  return scrolled("What silos train on", h("table", {}, h("caption", {}, "The newest word of each silo"),
+    h("thead", {}, h("tr", {}, ["Silo", "Since round", "Machines", "Ranks", "Device", "Memory of each", "Plan"].map((text, at) => h("th", { scope: "col", class: [1, 2, 3, 5].includes(at) && "number" }, text)))),
     h("tbody", {}, newest.map((each) => h("tr", {}, h("th", { scope: "row" }, each.client), h("td", { class: "number" }, each.round), h("td", { class: "number" }, each.machines), h("td", { class: "number" }, each.ranks), h("td", {}, each.device), h("td", { class: "number" }, Number(each.memory) ? bytes(each.memory) : "–"), h("td", {}, `${each.plan} ${Object.entries(each.degrees).map(([name, size]) => `${name} ${size}`).join(", ")}`))))));
 }
 
@@ -275,7 +276,7 @@ function stepOf(each) {
  * @param {(round: any, name: string) => Node} cell
  */
 function byRound(caption, corner, rounds, names, cell) {
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+  return scrolled(caption,
     h("table", { class: "heat" }, h("caption", {}, caption),
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, corner), rounds.map((round) => h("th", { scope: "col" }, round.round)))),
       h("tbody", {}, names.map((name) => h("tr", {}, h("th", { scope: "row" }, name), rounds.map((round) => cell(round, name)))))));
@@ -320,10 +321,11 @@ export function seriesOf(rounds) {
 }
 
 /** @param {any[]} rounds */
-function tableOf(rounds) {
-  const names = [...new Set(rounds.flatMap((round) => [...Object.keys(round.evaluation), ...Object.keys(round.training).map((name) => `training ${name}`)]))];
-  const value = (/** @type {any} */ round, /** @type {string} */ name) => (name.startsWith("training ") ? round.training[name.slice(9)] : round.evaluation[name]);
-  return [["round", "attempt", "started", "ended", "cohort", "contributors", ...names], ...rounds.map((round) => [round.round, round.attempt, round.started, round.ended, round.cohort, round.contributors, ...names.map((name) => value(round, name))])];
+export function tableOf(rounds) {
+  const kinds = [["evaluation", ""], ["training", "training "], ["central", "central "], ["before", "before "]];
+  const columns = kinds.flatMap(([kind, word]) => [...new Set(rounds.flatMap((round) => Object.keys(round[kind])))].map((name) => ({ kind, name, title: `${word}${name}` })));
+  return [["round", "attempt", "started", "ended", "cohort", "contributors", "epsilon", ...columns.map((each) => each.title)],
+    ...rounds.map((round) => [round.round, round.attempt, round.started, round.ended, round.cohort, round.contributors, round.epsilon, ...columns.map((each) => round[each.kind][each.name])])];
 }
 
 /** @param {any} told */
@@ -333,7 +335,7 @@ export function privacyOf(told) {
     h("p", {}, h("strong", {}, `Level ${told.level}. `), told.hides, " ", told.statement),
     told.epsilon === undefined ? null : h("p", {}, `Spent so far by all jobs on ${told.population}: ε ${number(told.epsilon)}; at this job's end ε ${number(told.forecast)}`, told.budget === undefined ? "." : `, of a budget of ${number(told.budget)}.`, told.budget === undefined ? null : h("meter", { min: 0, max: told.budget, value: told.epsilon, "aria-label": `epsilon ${number(told.epsilon)} of ${number(told.budget)}` })),
     told.people ? h("p", {}, told.people) : null,
-    h("table", {}, h("caption", {}, "Who is protected against whom"), h("thead", {}, h("tr", {}, ["Against", "Verdict", "What that rests on, or what the party sees"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, parts)),
+    scrolled("Who is protected against whom", h("table", {}, h("caption", {}, "Who is protected against whom"), h("thead", {}, h("tr", {}, ["Against", "Verdict", "What that rests on, or what the party sees"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, parts))),
   ];
 }
 

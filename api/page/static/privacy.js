@@ -56,7 +56,7 @@ function accountOf(account, budget) {
   return h("article", { class: "account" },
     h("h3", {}, account.population, account.silo ? ` · ${account.silo}` : " · every silo"),
     h("p", {}, `ε ${number(account.epsilon)} at δ ${number(account.delta)} after ${account.releases} releases (${account.accountant.toUpperCase()}, ${account.relation.replace("_", " ")}).`),
-    most ? [h("meter", { min: 0, max: most, high: most * 0.8, value: account.epsilon, "aria-label": `epsilon ${number(account.epsilon)} of ${number(most)}` }), h("p", {}, `Budget ε ${number(most)} at δ ${number(budget.delta)}, set by ${budget.author} on ${when(budget.time)}.`)] : h("p", {}, "No budget is set: `roundtable privacy budget set` sets one."),
+    most ? [h("meter", { min: 0, max: most, high: most * 0.8, value: account.epsilon, "aria-label": `epsilon ${number(account.epsilon)} of ${number(most)}` }), h("p", {}, `Budget ε ${number(most)} at δ ${number(budget.delta)}, set by ${budget.author} on ${when(budget.time)}.`)] : h("p", {}, "No budget is set: `roundtable privacy budget POPULATION --epsilon …` sets one."),
     account.reserved_epsilon > account.epsilon ? h("p", {}, `With what rounds in flight have reserved: ε ${number(account.reserved_epsilon)}.`) : null,
     h("p", { class: "words" }, account.statement));
 }

@@ -1,6 +1,6 @@
 // @ts-check
 // Where a job's newest model comes from: the coordinator's signed statement, asked for when somebody opens it.
-import { fill, h } from "/static/dom.js";
+import { fill, h, scrolled } from "/static/dom.js";
 import { number, save, when } from "/static/format.js";
 import { may, read } from "/static/session.js";
 
@@ -36,15 +36,15 @@ function statementOf(said, text, name) {
   const rounds = said.rounds.slice(-MOST_ROUNDS).reverse();
   const silos = (/** @type {any} */ round) => (round.withheld ? "secret" : `${round.participants.length} of ${round.cohort}`);
   return [
-    h("table", { class: "settings" }, h("caption", {}, "What is signed"), h("tbody", {}, facts.map(([key, value]) => h("tr", {}, h("th", { scope: "row" }, key), h("td", {}, value))))),
-    h(
+    scrolled("What is signed", h("table", { class: "settings" }, h("caption", {}, "What is signed"), h("tbody", {}, facts.map(([key, value]) => h("tr", {}, h("th", { scope: "row" }, key), h("td", {}, value)))))),
+    scrolled("Its rounds", h(
       "table",
       {},
       h("caption", {}, said.rounds.length > MOST_ROUNDS ? `The newest ${MOST_ROUNDS} of ${said.rounds.length} rounds; the signed statement has all` : "Its rounds"),
       h("thead", {}, h("tr", {}, ["Round", "Committed", "Silos in it", "ε so far", "Model"].map((title) => h("th", { scope: "col" }, title)))),
       h("tbody", {}, rounds.map((/** @type {any} */ round) =>
         h("tr", {}, h("td", {}, `${round.round}${round.attempt > 1 ? `.${round.attempt}` : ""}`), h("td", {}, when(round.ended)), h("td", { title: (round.participants ?? []).join(", ") }, silos(round)), h("td", {}, "epsilon" in round.charge ? number(round.charge.epsilon) : "–"), h("td", {}, h("code", {}, round.model.slice(0, 12)))))),
-    ),
+    )),
     h("p", {}, "Silos have pseudonyms of this job. Keep the statement beside the model; ", h("code", {}, "roundtable model verify"), " checks both without a network."),
     h("button", { type: "button", onclick: () => save(`${name}-provenance.json`, text, "application/json") }, "Signed statement as JSON"),
   ];

@@ -1,6 +1,6 @@
 // @ts-check
 // A job's newest rounds in time: a row for each silo, a span for what it did in each attempt.
-import { h } from "/static/dom.js";
+import { h, scrolled } from "/static/dom.js";
 import { duration, timeOfDay } from "/static/format.js";
 import { detailOf } from "/static/parts.js";
 
@@ -96,7 +96,7 @@ export class Timeline {
       return drawn;
     };
     this.keys = h("p", { class: "keys" }, Object.values(LOOKS).map(([colour, word]) => h("span", { class: `key ${colour.slice(2)}` }, word)), Object.values(PARTS).filter(([colour]) => colour !== "transparent").map(([colour, word]) => h("span", {}, mark(colour), ` ${word}  `)));
-    this.node = h("div", { class: "timeline" }, this.keys, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Timeline" }, this.canvas), this.note, h("details", {}, h("summary", {}, "The rounds in words"), this.words));
+    this.node = h("div", { class: "timeline" }, this.keys, scrolled("Timeline", this.canvas), this.note, h("details", {}, h("summary", {}, "The rounds in words"), this.words));
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     /** @type {Span[]} */
     this.spans = [];

@@ -42,6 +42,11 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** What may be wider than the page, such as a table: it scrolls by itself. @param {string} label @param {...(Child | Child[])} children */
+export function scrolled(label, ...children) {
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, ...children);
+}
+
 /**
  * A table that keeps its rows' elements, and writes the cells that have changed.
  * @template Row
@@ -60,7 +65,7 @@ export class Table {
     this.empty = h("p", { class: "empty" }, empty);
     const head = columns.map((column) => h("th", { scope: "col", class: column.number && "number" }, column.title));
     this.table = h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, head)), this.body);
-    this.node = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, this.table, this.empty);
+    this.node = scrolled(caption, this.table, this.empty);
   }
 
   /** @param {[string, Row][]} rows by key, in their order */
