@@ -31,7 +31,7 @@ def split_address(address: str) -> tuple[str, int]:
     """(host, port) of `host:port` or `[v6]:port`; ConfigError with the expected form otherwise."""
     host, colon, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
-    if not colon or not bare or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not colon or not bare or "/" in bare or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
             f"{address!r} is not an address; write host:port, for example coordinator.example.org:7443"
         )

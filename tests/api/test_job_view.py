@@ -8,16 +8,18 @@ import json
 import time
 from pathlib import Path
 
+import click
 import pytest
 
 from roundtable.cli.jobs.job import _file_named
 from roundtable.cli.jobs.job_view import loading_lines, measured_by_silo, print_detail
 from roundtable.cli.jobs.watch import JsonLines, Live, PlainLines, progress_panel
+from roundtable.cli.shared.output import as_dict, confirm
 from roundtable.core import parse_job
 from roundtable.core.errors import ConfigError
 from roundtable.core.job_tables.task_table import JobTaskTable
 from roundtable.proto.common_pb2 import Event
-from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpdate
+from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobPrivacy, JobUpdate
 
 
 def test_faults_are_shown_with_what_was_done_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,3 +163,24 @@ def test_the_newest_evaluated_model_is_shown_at_each_silo(capsys: pytest.Capture
     assert list(table)[1] == {"round": 2, "client": "birch", "accuracy": 0.25, "error": 9.0}
     assert table.plain_fairness["error"]["worst_tenth"] == 9.0
     assert measured_by_silo([json.loads(record(1, {}))], detail.job_config) is None
+
+
+def test_what_is_not_known_of_a_job_is_null_to_programs() -> None:
+    # A best model of round 0 would be the one that the job began with, an epsilon of 0 perfect privacy.
+    told = as_dict(JobDetail(job=Job(id="a", status="running"), clients=[ClientActivity(client="alder")]))
+    assert (told["job"]["id"], told["job"]["rounds_done"], told["job"]["reason"]) == ("a", 0, "")
+    assert told["job"]["best"] is told["job"]["model"] is told["clients"][0]["figures"] is None
+    kept = as_dict(Job(best={"round": 3, "value": 0.0}))
+    assert (kept["best"]["round"], kept["best"]["value"]) == (3, 0.0)
+    promise = as_dict(JobPrivacy(job="a"))
+    assert promise["epsilon"] is promise["budget"] is None
+    assert as_dict(JobPrivacy(epsilon=0.0))["epsilon"] == 0.0
+
+
+def test_a_question_that_nobody_can_answer_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(click.UsageError, match="--yes"):
+        confirm("Delete it?")
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    with pytest.raises(click.Abort):
+        confirm("Delete it?")

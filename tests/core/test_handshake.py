@@ -100,7 +100,9 @@ def test_a_host_without_address(operator: Path) -> None:
         check_connection("no-such-host.invalid:7443", operator)
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:", ":7443", "host:port", "host:0", "host:70000"])
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:", ":7443", "host:port", "host:0", "host:70000", "https://host:7443"]
+)
 def test_malformed_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="host:port"):
         split_address(address)

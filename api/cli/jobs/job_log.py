@@ -44,11 +44,14 @@ def job_log(
         # A later job may be called the same.
         job = operator.job(name).job.id
         lines = operator.job_log(job, follow=follow, silo=silo, level=level or "", round_number=number or 0)
+        line = None
         for line in lines:
             if as_json:
                 print_json_line(as_dict(line))
             else:
                 say(_sentence(line))
+        if line is None:
+            say(f"Job {job} has no such lines: none were logged, or none are kept any more.", err=True)
 
 
 def _sentence(line: JobLogLine) -> str:

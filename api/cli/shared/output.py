@@ -87,8 +87,14 @@ def show_error(error: click.ClickException) -> None:
 
 
 def confirm(question: str) -> None:
-    """Asks; ends the command unless the answer is yes."""
-    click.confirm(printable(question), abort=True)
+    """Asks; ends the command unless the answer is yes. UsageError where nobody is there to answer."""
+    try:
+        click.confirm(printable(question), abort=True)
+    except click.Abort as error:
+        if isinstance(error.__cause__ or error.__context__, EOFError):
+            say(err=True)
+            raise click.UsageError("nobody answers here: give --yes to go on without being asked") from None
+        raise
 
 
 def ask_secret(name: str, *, twice: bool = False) -> str:
@@ -206,8 +212,17 @@ def brief(text: str) -> str:
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """A protobuf message as plain values under the names of the .proto file, defaults included."""
-    return {field.name: _plain(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+    """A protobuf message as plain values under the names of the .proto file, defaults included.
+
+    What is not known is None: of a field that can be absent, its default would be taken for an answer, as an
+    epsilon of 0 of a job without noise.
+    """
+    return {
+        field.name: None
+        if field.has_presence and not message.HasField(field.name)
+        else _plain(field, getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
 
 
 def _plain(field: Any, value: Any) -> Any:
