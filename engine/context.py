@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from roundtable.core.errors import SiteFailure
 from roundtable.engine import messages as m
 from roundtable.engine.encoding_choice import EncodingChoice
 from roundtable.engine.population import Population
-from roundtable.engine.selection import Candidate, Strategy
+from roundtable.engine.selection import Candidate, SelectionFailed, Strategy, undeclared
 from roundtable.engine.state import (
     BUSY,
     Attempt,
@@ -208,6 +209,10 @@ class JobContext:
 
     def choose(self, names: Sequence[str], size: int, chance: np.random.Generator) -> list[str]:
         """The names that the job's strategy chooses, in order. Raises SelectionFailed where it cannot."""
+        known = chain(names, self.population.known())
+        why = undeclared(self.job.cohort, (self.population.info(name).metadata for name in known))
+        if why is not None:
+            raise SelectionFailed(why)
         return sorted(self._strategy(names, size, chance, self.candidate, self.job.cohort))
 
     def choose_available(

@@ -8,7 +8,7 @@ of the clients' properties: privacy accountants can amplify by them, and by no o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import median
@@ -132,6 +132,22 @@ def diversity(
             if group and len(chosen) < size:
                 chosen.append(names[group.pop()])
     return chosen
+
+
+def undeclared(cohort: CohortTable, declared: Iterable[Mapping[str, str]]) -> str | None:
+    """Why silos that declare this cannot be balanced by the cohort's label; None where one declares it."""
+    if cohort.label is None:
+        return None
+    keys: set[str] = set()
+    for metadata in declared:
+        if metadata.get(cohort.label):
+            return None
+        keys.update(metadata)
+    said = f"they declare {', '.join(map(repr, sorted(keys)))}" if keys else "they declare nothing"
+    return (
+        f"cohort.label = {cohort.label!r}: no silo declares it ({said}); name a label that silos have in "
+        "[metadata] of their agent.toml, or have them declare this one"
+    )
 
 
 def round_robin(

@@ -12,7 +12,8 @@ from roundtable.core.errors import ConfigError, EncodingError, LayoutError
 from roundtable.core.observability.tracking import check_inside, check_trackers
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import CentralNoise, RoundEngine
-from roundtable.engine.validation.feasibility import check_device
+from roundtable.engine.selection import undeclared
+from roundtable.engine.validation.feasibility import check_device, check_rule
 from roundtable.engine.validation.standardise_composition import check_filled
 from roundtable.privacy import Budget
 from roundtable.server.jobs.admission.series import in_series
@@ -47,14 +48,19 @@ async def rows_of(
         # Later a series goes on, though a silo has left or the rules are others.
         services.queue.check(job.queue, submission.submitter, submission.submitter_role)
         make_algorithm(job.algorithm).check_clients([agent.name for agent in agents])
-    population = max(1, sum(agent.offers(job.task.name) for agent in agents))
+    offering = [agent for agent in agents if agent.offers(job.task.name)]
+    if run == 1 and offering and (why := undeclared(job.cohort, [each.metadata for each in offering])):
+        raise ConfigError(why, key=("cohort", "label"))
+    population = max(1, len(offering))
     spent: Sequence[Total] = ()
     budgets = budgets_of(job.privacy, whose)
     if not isinstance(job.privacy, NoPrivacy):
         spent = await database.read(lambda connection: totals(connection, whose))
         budgets += [limit] if limit else []
+    # Nobody who is known yet may come once the job is there.
+    known = len(offering) if run == 1 else 0
     row, artifact = await asyncio.to_thread(
-        _made, submission, job, population, spent, budgets, after, services
+        _made, submission, job, population, known, spent, budgets, after, services
     )
     return in_series(row, job, run, services.clock()), artifact
 
@@ -63,12 +69,14 @@ def _made(
     submission: Submission,
     job: JobConfig,
     population: int,
+    known: int,
     spent: Sequence[Total],
     budgets: Sequence[Budget],
     after: Sequence[str],
     services: JobServices,
 ) -> tuple[JobRow, ArtifactRow]:
-    """Blocks: reads its model. `population`: how many silos there are for it; `spent`: what they bear.
+    """Blocks: reads its model. `population`: how many silos there are for it; `known`: its rule is to go
+    with so many, 0 where it may be any; `spent`: what they bear.
 
     BudgetExceeded where one of the budgets does not hold a round, or all of a survey, beside that.
     """
@@ -91,6 +99,10 @@ def _made(
     if (charge := plan.least_charge) is not None:
         check_all(budgets, spent, charge)
     check_device(plan)
+    if known:
+        check_rule(
+            job, plan, max(known, job.cohort.size or 0, job.round.buffer or 0, job.cohort.minimum or 0)
+        )
     if plan.aggregation.takes("root_update") and not services.trusted.offers(job.task):
         raise ConfigError(
             f"aggregation.rule = {job.aggregation.rule!r} measures updates by training on trusted data, "
