@@ -174,13 +174,23 @@ class Checkpoints:
             sealing.set_result(None)
 
     def _copy(self, folder: Path, mirror: Mirror) -> None:
-        """A copy that fails costs nothing but itself: training goes on, and the next checkpoint is tried."""
+        """A copy that fails costs nothing but itself: training goes on, and the next checkpoint is tried.
+
+        An agent whose job is over removes its folder and then the copies there are, without waiting for ranks
+        that it has not started: whose copy was not whole then takes it away itself.
+        """
         try:
             mirror.put(folder)
             for name in self._old(mirror.names(), folder.name):
                 mirror.remove(name)
-        except ResourceError as error:
-            self._say(f"checkpoint {folder.name} has no copy: {error}")
+        except (OSError, ResourceError) as error:
+            if self._folder.exists():
+                self._say(f"checkpoint {folder.name} has no copy: {error}")
+        if not self._folder.exists():
+            try:
+                mirror.remove(folder.name)
+            except ResourceError as error:
+                self._say(f"the job is over, and a copy of its checkpoint {folder.name} is left: {error}")
 
     def _old(self, names: Sequence[str], newest: str) -> list[str]:
         others = [name for name in names if name != self._counted]

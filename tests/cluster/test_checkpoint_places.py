@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from full_checkpoints import deliver_while_full, save_while_full
@@ -12,7 +12,13 @@ from ranks import run_ranks
 from s3 import s3_bucket
 
 from roundtable.client.policy.cluster_table import ClusterTable
-from roundtable.cluster.train.checkpoint_places import Mirror, Position, mirrors
+from roundtable.cluster.train.checkpoint_places import (
+    Mirror,
+    Position,
+    checkpoint_folder,
+    mirrors,
+    remove_checkpoints,
+)
 from roundtable.cluster.train.checkpoints import Checkpoints
 from roundtable.core.errors import ConfigError, ResourceError
 
@@ -54,6 +60,34 @@ def test_a_folder_and_a_bucket_hold_copies(tmp_path: Path, monkeypatch: pytest.M
         lost = Mirror("s3://no-such-bucket/checkpoints", "job-1")
         with pytest.raises(ResourceError, match="s3://no-such-bucket/checkpoints, the place for copies of"):
             lost.put(checkpoint(tmp_path, 3))
+
+
+@pytest.mark.parametrize("copied", [0, 1, 2])
+def test_a_copy_under_way_when_the_job_is_released_is_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: int
+) -> None:
+    """The agent removes what there is, and does not wait for ranks that a scheduler has started."""
+    table = ClusterTable(checkpoints=[str(tmp_path / "disk")])
+    (mirror,) = mirrors(table, "job-1")
+    made = checkpoint(checkpoint_folder(tmp_path, "job-1"), 1)
+    said: list[str] = []
+    checkpoints = Checkpoints(made.parent, [mirror], 1, cast("Any", None), said.append)
+    put_file, put = type(mirror._files).put_file, []
+
+    def then_released(self: Any, *names: str) -> None:
+        if len(put) == copied:
+            remove_checkpoints(tmp_path, table, "job-1")
+            Path(names[1]).parent.mkdir(parents=True, exist_ok=True)
+        put.append(names)
+        put_file(self, *names)
+
+    monkeypatch.setattr(type(mirror._files), "put_file", then_released)
+    checkpoints._copy(made, mirror)
+    if copied == 2:
+        assert mirror.names() == [made.name]
+        remove_checkpoints(tmp_path, table, "job-1")
+    assert not [path for path in (tmp_path / "disk").rglob("*") if path.is_file()]
+    assert said == []
 
 
 @pytest.mark.parametrize(
