@@ -17,16 +17,19 @@ from roundtable.core import JobConfig, Model, open_model, save_model
 from roundtable.core.identity.credentials import create_ca, issue
 from roundtable.operator import OperatorClient
 from roundtable.server import Coordinator, ServerConfig
+from roundtable.trusted import TrustedData
 
 NAMES = ("alder", "birch", "cedar")
 Federation = tuple[str, Path]
 
 
 @asynccontextmanager
-async def federation_of(folder: Path, task: str, **settings: Any) -> AsyncIterator[Federation]:
+async def federation_of(
+    folder: Path, task: str, trusted: TrustedData | None = None, **settings: Any
+) -> AsyncIterator[Federation]:
     """A coordinator's address, and a folder with credentials and the task as toy.py.
 
-    `settings` are further keys of coordinator.toml.
+    `settings` are further keys of coordinator.toml; `trusted` is what is read of its [root_data].
     """
     create_ca(folder / "ca")
     issue(folder / "ca", "coordinator", "coordinator", folder / "coordinator", hosts=("127.0.0.1",))
@@ -42,7 +45,7 @@ async def federation_of(folder: Path, task: str, **settings: Any) -> AsyncIterat
         credentials=str(folder / "coordinator"),
         **settings,
     )
-    coordinator = Coordinator(config)
+    coordinator = Coordinator(config, trusted=trusted)
     await coordinator.start()
     try:
         yield f"127.0.0.1:{coordinator.port}", folder
