@@ -13,7 +13,7 @@ from roundtable.core.errors import SiteFailure
 from roundtable.engine import messages as m
 from roundtable.engine.encoding_choice import EncodingChoice
 from roundtable.engine.population import Population
-from roundtable.engine.selection import Candidate, SelectionFailed, Strategy, undeclared
+from roundtable.engine.selection import Candidate, SelectionFailed, Strategy, begins_apart, undeclared
 from roundtable.engine.state import (
     BUSY,
     Attempt,
@@ -209,9 +209,8 @@ class JobContext:
 
     def choose(self, names: Sequence[str], size: int, chance: np.random.Generator) -> list[str]:
         """The names that the job's strategy chooses, in order. Raises SelectionFailed where it cannot."""
-        known = chain(names, self.population.known())
-        why = undeclared(self.job.cohort, (self.population.info(name).metadata for name in known))
-        if why is not None:
+        told = (self.population.info(name).metadata for name in chain(names, self.population.known()))
+        if (why := undeclared(self.job.cohort, told)) is not None:
             raise SelectionFailed(why)
         return sorted(self._strategy(names, size, chance, self.candidate, self.job.cohort))
 
@@ -259,8 +258,9 @@ class JobContext:
         """The client has been chosen to train in the round that runs."""
         record = self.record(name)
         record.called, record.course = now, ()
-        record.selected += 1
-        record.last_round = self.attempt().round
+        if begins_apart(self.job, self.state, self.attempt().round):
+            record.selected += 1
+            record.last_round = self.attempt().round
         if self.job.transfer.automatic:
             self._choose_encoding(name, record, now)
 

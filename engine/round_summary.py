@@ -45,6 +45,9 @@ class RoundSummary:
             # Published records name those who were left out among the contributors: they rest as well.
             self.recent = [*self.recent, (*record.contributors, *record.excluded)][1 - separation :]
         stop = job.stop
+        if record.round != job.regions.goes_up(record.round - 1, job.rounds):
+            # Only a simulation measures what is between: no client has that model, and no job can give it.
+            return
         if job.keep.best:
             self.best = best_after(self.best, record, stop)
         if stop.metric is not None:

@@ -270,6 +270,18 @@ def _divided(names: tuple[str, ...], seed: int, groups: int) -> tuple[tuple[str,
     return tuple(map(tuple, divided))
 
 
+def begins_apart(job: JobConfig, state: EngineState, round: int) -> bool:
+    """Whether clients are chosen for round `round`: within regions they stay, from the first round to that
+    which goes up, as a relay keeps its silos."""
+    return state.regional or job.regions.first(round) == round
+
+
+def stayed(job: JobConfig, state: EngineState, round: int) -> list[str]:
+    """Those who were chosen for the first of the rounds within regions that round `round` is one of."""
+    first = job.regions.first(round)
+    return sorted(name for name, record in state.clients.items() if record.last_round == first)
+
+
 def quorum(cohort: CohortTable, size: int) -> int:
     """Updates without which a round of `size` fails: as stated, or more than half; Poisson allows none."""
     if cohort.strategy == "poisson":

@@ -22,7 +22,15 @@ from roundtable.engine.policies.training_policy import (
     not_awaited,
     quorum_missed,
 )
-from roundtable.engine.selection import in_turn, is_amplified, least_for_selection, quorum, rested
+from roundtable.engine.selection import (
+    begins_apart,
+    in_turn,
+    is_amplified,
+    least_for_selection,
+    quorum,
+    rested,
+    stayed,
+)
 from roundtable.engine.validation.secure_feasibility import fewest, fewest_groups, fewest_updates
 from roundtable.engine.view import WHO_HELD, view
 
@@ -186,12 +194,23 @@ class SynchronousTraining:
         if amplified and cohort.size is not None:
             # Fewer to draw from would take each oftener than was charged.
             candidates = [*candidates, *[_NOBODY] * (self._population.charged - len(candidates))]
+        old: list[str] = []
+        if not begins_apart(self._job, self._state, attempt.round):
+            # Whoever is away now is not replaced.
+            old = [
+                name
+                for name in stayed(self._job, self._state, attempt.round)
+                if self._population.is_free(name)
+            ]
+            candidates = old or candidates
         wanted = min(cohort.size or len(candidates), len(candidates))
         ask = min(math.ceil(wanted * cohort.over_selection), len(candidates))
         # Another draw because of who did not answer would favour those who do: each attempt asks the same.
         number = 0 if amplified else attempt.number
-        chance = numpy_generator(self._state.selection_seed, attempt.round, number, "selection")
-        chosen = [name for name in self._context.choose(candidates, ask, chance) if name != _NOBODY]
+        up = self._job.regions.goes_up(attempt.round - 1, self._job.rounds)
+        chance = numpy_generator(self._state.selection_seed, up, number, "selection")
+        drawn = old or self._context.choose(candidates, ask, chance)
+        chosen = [name for name in drawn if name != _NOBODY]
         attempt.cohort = tuple(chosen)
         attempt.target = len(chosen) if sampled else wanted
         attempt.minimum = max(quorum(cohort, attempt.target), fewest_updates(self._job, attempt.target))

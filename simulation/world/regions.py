@@ -13,7 +13,7 @@ from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError
 from roundtable.engine import Mean, NumberedNames, RegionModel, Rows, sum_by_region
-from roundtable.engine.validation.sum_composition import check_sums
+from roundtable.engine.validation.sum_composition import OWN_MODELS, check_sums
 from roundtable.simulation.backend import World
 from roundtable.simulation.world.config import RegionsTable, regions_table
 
@@ -97,6 +97,12 @@ def check_regions(job: JobConfig, algorithm: ClientAlgorithm) -> None:
         raise ConfigError(
             f"{NEEDS_SUMS} simulation.attack replaces single updates, knowing all others; label_flip alone "
             "goes with regions"
+        )
+    if job.regions.rounds > 1 and job.cohort.on_failure == "skip":
+        raise ConfigError(
+            f"{OWN_MODELS} a coordinator that goes on after a failed round gives up all since the last one "
+            'that went up, which is not simulated; set cohort.on_failure = "pause"',
+            key=("cohort", "on_failure"),
         )
     server = algorithm.server()
     if server is not None and server.merges():

@@ -98,7 +98,8 @@ class World(Federation):
                     if update.detail.job.status == "paused":
                         break
                 detail = operator.job(first_job)
-                operator.get_artifact(detail.job.model.digest, detail.job.model.size, last)
+                given = detail.job.best.model if detail.job.HasField("best") else detail.job.model
+                operator.get_artifact(given.digest, given.size, last)
         except RoundtableError as error:
             return str(error)
         records = [json.loads(record) for record in detail.history]

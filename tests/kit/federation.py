@@ -90,7 +90,7 @@ def _trainer_of(config: AgentConfig) -> Trainer | None:
 def run_job(
     federation: Federation, job: JobConfig, model: Model
 ) -> tuple[str, list[dict[str, object]], Model]:
-    """Submits a job and waits until it ends or is paused: (status, history, model)."""
+    """Submits a job and waits until it ends or is paused: (status, history, the model that it gives)."""
     address, folder = federation
     save_model(folder / "initial.safetensors", model)
     with OperatorClient(address, folder / "operator") as operator:
@@ -99,6 +99,7 @@ def run_job(
             if update.detail.job.status == "paused":
                 break
         detail = operator.job(submitted.id)
-        operator.get_artifact(detail.job.model.digest, detail.job.model.size, folder / "final.safetensors")
+        given = detail.job.best.model if detail.job.HasField("best") else detail.job.model
+        operator.get_artifact(given.digest, given.size, folder / "final.safetensors")
     history = [json.loads(record) for record in detail.history]
     return detail.job.status, history, open_model(folder / "final.safetensors")

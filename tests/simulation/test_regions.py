@@ -98,6 +98,26 @@ def test_rounds_within_regions_are_hierarchical_fedavg(run, make_job, tmp_path, 
     assert torch.equal(resumed.model.vector, whole.model.vector)
 
 
+def test_between_rounds_that_go_up_a_cohort_stays_and_nothing_is_stopped(run, monkeypatch):
+    """As at a coordinator, which knows of no others: it draws by the number of the round that goes up."""
+    settings = {
+        "simulation__regions": {"count": 2},
+        "regions": {"sum": True, "rounds": 2},
+        "aggregation": OFF,
+        "cohort__size": 3,
+        "rounds": 5,
+    }
+    cohorts = [record.cohort for record in run(**settings).history.records]
+    assert cohorts[0] == cohorts[1] != cohorts[2] == cohorts[3] != cohorts[4]
+    alone = {"simulation__regions": {}, "regions": {}, "cohort__size": 3, "rounds": 5}
+    drawn = [record.cohort for record in run(**{**settings, **alone}).history.records]
+    assert [cohorts[1], cohorts[3], cohorts[4]] == [drawn[1], drawn[3], drawn[4]]
+    found = run(**settings, stop={"metric": "loss", "patience": 1, "minimum_improvement": 100.0})
+    assert (len(found.history), found.best.round) == (4, 4)
+    with pytest.raises(ConfigError, match="gives up all since the last one that went up"):
+        run(**settings, cohort__on_failure="skip")
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_region_that_is_away_keeps_its_model_and_what_it_counts(data):
