@@ -156,6 +156,28 @@ def test_a_task_that_waits_for_a_jobs_values_is_not_tried_and_does_not_fail(silo
     assert done.message == "sized: a batch of 32 trained on, one evaluated"
 
 
+def test_a_silo_that_answers_analyses_is_tried_by_its_tables(silo: Path) -> None:
+    file = write(silo, analysis="analysis")
+    file.write_text(f'{file.read_text()}[data.people]\nfile = "people.csv"\n[data.people.columns.age]\n')
+    (silo / "people.csv").write_text("age\n" + "50\n" * 9)
+
+    def said() -> Check:
+        return next(answers(trials(load_agent_config(file), skip=False)))
+
+    assert said().state == "ok", said()
+    asked = {
+        "name": "analysis",
+        "table": "people",
+        "columns": {"age": {"least": 0, "most": 120}},
+        "questions": [{"ask": "describe", "columns": ["age"]}],
+    }
+    remember(silo, "analysis", "c" * 12, algorithm=asked, aggregation={"weighting": "uniform"})
+    assert said().state == "ok", said()
+    (silo / "people.csv").write_text("age\nfifty\n")
+    assert said().state == "fail"
+    assert "column 'age', row 1: not a finite number" in said().message
+
+
 def test_nothing_is_spent_kept_or_moved(silo: Path) -> None:
     """A job at example level would charge the silo's account, a stream's round would move its place in it."""
     private = {"level": "example", "epsilon": 2.0, "delta": 1e-5, "clip_norm": 1.0}
