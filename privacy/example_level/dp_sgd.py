@@ -24,6 +24,7 @@ from roundtable.core.privacy_table import ExampleLevel
 from roundtable.privacy.accounting.charge import Charge
 from roundtable.privacy.accounting.dp_sgd_charge import step_charge
 from roundtable.privacy.example_level.checks import Fetch, check_model
+from roundtable.privacy.example_level.held_state import HeldState
 from roundtable.privacy.example_level.lone_losses import checked
 from roundtable.privacy.example_level.per_example_clipping import ClippedSum, LossFunction
 from roundtable.privacy.example_level.probe import choose
@@ -109,6 +110,7 @@ class PrivateTraining:
         # Fresh memory for every step would cost as much as a part of the noise.
         self._gradient, self._gradients = _flat_views(self._parameters)
         self._noise = _NoiseAhead(sources("noise"), self._flat.numel()) if self._leads() else None
+        self._held = HeldState(model)
         self.guarantee = self._coins.guarantee
         self._forget_gradients()
 
@@ -146,6 +148,7 @@ class PrivateTraining:
         self._flat.zero_()
         for part in torch.split(indices, self._physical) if len(indices) else ():
             self._sums.accumulate(self._fetch(part), len(part), self._views)
+            self._held.check()
         self._reduce()
         self._add_noise()
         for parameter, gradient in self._gradients.items():

@@ -351,6 +351,40 @@ def test_statistics_of_the_batch_never_leave_unnoised() -> None:
         check_model(nn.Sequential(norm, nn.Linear(12, 3)))
 
 
+class Centred(nn.Module):
+    """Takes off what it remembers of earlier batches: no example of a batch is mixed with another of it."""
+
+    def __init__(self, memory: float) -> None:
+        super().__init__()
+        self.memory = memory
+        self.register_buffer("mean", torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x - self.mean
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(1 - self.memory).add_(self.memory * x.mean(0))
+        return out
+
+
+@pytest.mark.parametrize("memory", [0.5, 0.0])
+def test_what_a_model_remembers_of_earlier_batches_is_refused(memory: float) -> None:
+    """One example in it moves the gradients of all in later steps: a sum by 7 C, where the noise hides C."""
+    model = nn.Sequential(Centred(memory), mlp())
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    loss = nn.functional.cross_entropy
+    data = Data(VECTORS)
+    with make_private(
+        model, optimizer, lambda m, b: loss(m(b[0]), b[1]), data, 30, config(), total_steps=2, mode="first"
+    ) as training:
+        model.train()
+        if not memory:
+            training.step(torch.arange(4))
+            return
+        with pytest.raises(PrivacyError, match=r"training changes the buffer '0\.mean'"):
+            training.step(torch.arange(4))
+
+
 def test_a_hook_on_a_gradient_is_refused() -> None:
     """It would take what was clipped for another norm."""
     model = nn.Linear(12, 3)
