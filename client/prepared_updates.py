@@ -14,7 +14,7 @@ from pathlib import Path
 
 from roundtable.client.door.incoming import ExchangeWork, ModelWork
 from roundtable.client.durable_files import explained, replace_synced, sync
-from roundtable.client.step_key import StepKey
+from roundtable.client.step_key import CHECK, StepKey
 from roundtable.core.config import JobConfig
 from roundtable.core.privacy_table import masking_of
 
@@ -127,7 +127,8 @@ def objection_to_phase(phase: str, work: ModelWork | ExchangeWork, job: JobConfi
     if not isinstance(work, ModelWork) or work.kind == "evaluate" or not prepares(job):
         if isinstance(work, ModelWork) and work.prepared is not None:
             return f"the step asks for the update of {work.prepared} to be masked, and the job keeps none"
-        return "" if work.kind == phase else f"the step's phase is {phase!r}, and its work {work.kind!r}"
+        wanted = {CHECK: "evaluate"}.get(phase, phase)
+        return "" if work.kind == wanted else f"the step's phase is {phase!r}, and its work {work.kind!r}"
     expected = PREPARE if work.prepared is None else "train"
     if phase == expected:
         return ""

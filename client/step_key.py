@@ -8,6 +8,9 @@ from typing_extensions import override
 
 from roundtable.core.observability.logs import LineKind, shareable
 
+CHECK = "check"
+"""The phase in which a silo makes its own model, and says whether that is the job's; nothing else leaves."""
+
 
 class StepKey(NamedTuple):
     """(job, round, attempt, phase); what the coordinator named was checked when it was decoded."""

@@ -114,6 +114,9 @@ class Trainer(Protocol):
     async def start(self) -> None:
         """Prepares for work; called once, before any."""
 
+    async def check(self, work: StepWork) -> None:
+        """Makes the silo's own model; WorkFailed where what is frozen in it is not as in the job's."""
+
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """Trains and writes the update; WorkFailed where that cannot be done."""
 

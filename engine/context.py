@@ -138,7 +138,7 @@ class JobContext:
     def withdraw_awaited(self, reason: str) -> None:
         """Tells those whose answer the phase awaits that it no longer matters."""
         attempt = self.state.attempt
-        if attempt is None or attempt.phase not in (m.TRAIN, m.EVALUATE):
+        if attempt is None or attempt.phase not in (m.CHECK, m.TRAIN, m.EVALUATE):
             return
         self.out.extend(m.Withdraw(name, attempt.step, reason) for name in attempt.awaited)
 
@@ -301,7 +301,7 @@ class JobContext:
     def drop(self, failure: SiteFailure, now: float, action: str = "") -> None:
         """The client is no longer waited for at this step; `action` where more was done than that."""
         attempt, client = self.attempt(), failure.site
-        if failure.phase == m.TRAIN:
+        if failure.phase in (m.CHECK, m.TRAIN):
             attempt.failures[client] = failure
         elif failure.phase == m.EVALUATE and failure.kind == "task_error":
             attempt.unmeasured = attempt.unmeasured or f"{client}: {failure.detail}"

@@ -26,6 +26,7 @@ from roundtable.engine.steering import Yield as Yield
 
 TRAIN = "train"
 PREPARE = "prepare"
+CHECK = "check"
 AGGREGATE = "aggregate"
 EVALUATE = "evaluate"
 COMMIT = "commit"
@@ -258,8 +259,9 @@ class Authorize:
 class Instruct:
     """Tell the client to train (phase `train`) or to evaluate (phase `evaluate`) `model`; idempotent.
 
-    In phase `prepare` it trains and keeps its update; in phase `train` with `prepared`, the (round, attempt)
-    of that, it does not train but masks that update among `cohort`.
+    In phase `check` it makes its own model, and says whether that is the job's. In phase `prepare` it trains
+    and keeps its update; in phase `train` with `prepared`, the (round, attempt) of that, it does not train
+    but masks that update among `cohort`.
 
     `cohort` is who was selected and has not failed. `counted`: (round, attempt) of the client's newest update
     that is in `model` or in one before it: the client goes on from what that training left with it. `hops`

@@ -5,7 +5,6 @@ How training goes, from the choice of clients to the last update, is the job's `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from roundtable.core.errors import MODEL_MISMATCH
@@ -15,14 +14,14 @@ from roundtable.core.observability.released import IN_THE_LOG, Tells, is_told
 from roundtable.core.privacy_table import NoPrivacy
 from roundtable.engine import messages as m
 from roundtable.engine.context import JobContext
-from roundtable.engine.policies.training_policy import Combine, Decision, GiveUp, TrainingPolicy
+from roundtable.engine.policies.asking import Asking
+from roundtable.engine.policies.evaluation_phase import EvaluationPhase
+from roundtable.engine.policies.model_check import ModelCheck
+from roundtable.engine.policies.training_policy import CheckModels, Combine, Decision, GiveUp, TrainingPolicy
 from roundtable.engine.records import record_of, record_without_model, shown
 from roundtable.engine.state import Attempt, hops_after, in_queue
 from roundtable.engine.stopping import missing_metric, stop_reason
 from roundtable.engine.validation.secure_feasibility import sums_exactly
-
-MOST_MEASURED = 200
-"""Clients of a round whose evaluation's time is told: a page shows no more."""
 
 
 class Phases:
@@ -34,6 +33,9 @@ class Phases:
         self._job = context.job
         self._state = context.state
         self._population = context.population
+        self.evaluation = EvaluationPhase(context, self.commit)
+        self._check = ModelCheck(context, self.begin_training, self.stop)
+        self.asking: dict[str, Asking] = {m.CHECK: self._check, m.EVALUATE: self.evaluation}
 
     def next_round(self, now: float) -> None:
         """Begins the next round, or ends the job after the last."""
@@ -76,6 +78,8 @@ class Phases:
                 self._end_training(reason, now)
             case GiveUp(reason):
                 self.fail_attempt(reason, now)
+            case CheckModels():
+                self._check.begin(now)
 
     def received(self, update: m.Update, now: float) -> None:
         """A client's update that is wanted is here; `proceed` follows."""
@@ -114,10 +118,8 @@ class Phases:
             return
         if phase == m.TRAIN:
             self.follow(self._policy.proceed(now), now)
-        elif not attempt.awaited:
-            self.commit(now)
-        elif not self._context.awaits_somebody_online():
-            self._context.set_timer("grace", now + self._job.cohort.grace)
+        else:
+            self.asking[phase].proceed(now)
 
     def _end_training(self, reason: str, now: float) -> None:
         attempt = self._context.attempt()
@@ -140,74 +142,9 @@ class Phases:
             attempt.population,
         )
 
-    def evaluation_due(self, number: int) -> bool:
-        """Whether the model of round `number` is asked for: every so many rounds, and after the last.
-
-        Never where the secure sum of the next round says how good it is.
-        """
-        every = self._job.evaluation.every
-        return (
-            every > 0
-            and not self._job.evaluation.bounds
-            and (number % every == 0 or number == self._job.rounds)
-        )
-
-    def begin_evaluation(self, now: float) -> None:
-        """Asks for the new model's metrics: clients that are free, and those that have just delivered.
-
-        After a restart nobody is there yet, and the latter are on their way back. One that is held finishes
-        the round that it was asked for, and no later one.
-        """
-        attempt, held = self._context.attempt(), self._population.held()
-        pool = attempt.cohort if self._job.evaluation.clients == "cohort" else self._population.free()
-        # Whoever refuses to train in this attempt, or has another model, would say the same again.
-        same = ("refused", MODEL_MISMATCH)
-        refused = {name for name, failure in attempt.failures.items() if failure.kind in same}
-        there = (name for name in pool if self._population.is_free(name) and name not in refused)
-        # Of a secret cohort nobody is asked who would not be otherwise.
-        known = sorted(attempt.updates) if is_told(self._job.privacy, Tells.COHORT) else ()
-        delivered = (name for name in known if name not in held or attempt.updates[name].asked is None)
-        idle = (name for name in (*there, *delivered) if self._state.given(name) is None)
-        attempt.awaited = dict.fromkeys(idle)
-        attempt.phase, attempt.lines = m.EVALUATE, {}
-        attempt.deadline = now + self._job.evaluation.deadline
-        self._context.set_timer("deadline", attempt.deadline)
-        self._context.instruct(attempt.awaited, now)
-        self.proceed(m.EVALUATE, now)
-
-    def measured(self, client: str, metrics: Mapping[str, tuple[float, int]], now: float) -> None:
-        """A client's metrics of the new model are here."""
-        attempt, record = self._context.attempt(), self._context.record(client)
-        attempt.evaluations[client] = dict(metrics)
-        del attempt.awaited[client]
-        if record.state == "evaluating" and len(attempt.measured) < MOST_MEASURED:
-            attempt.measured[client] = record.since, now
-        self._context.mark(client, "done", now)
-        self.proceed(m.EVALUATE, now)
-
-    def evaluation_timer_fired(self, timer: str, now: float) -> None:
-        """Commits without the metrics of those that are offline after the grace time, or late."""
-        if timer == self._context.timer("deadline"):
-            late = self._context.late(now)
-            if len(late) < len(self._context.attempt().awaited):
-                self._leave_out_late(late, now)
-                return
-            self._context.withdraw_awaited("the evaluation's deadline has passed")
-            self.commit(now)
-        elif timer == self._context.timer("grace") and not self._context.awaits_somebody_online():
-            self.commit(now)
-
-    def _leave_out_late(self, late: Sequence[str], now: float) -> None:
-        """Goes on waiting for those whose work stood in line at their silos."""
-        attempt = self._context.attempt()
-        for name in late:
-            self._context.out.append(m.Withdraw(name, attempt.step, "the evaluation's deadline has passed"))
-            del attempt.awaited[name]
-        self._context.watch_deadlines(now)
-
     def work_began(self, step: m.Step, now: float) -> None:
         """The turn of a client's work has come at its silo."""
-        if step.phase == m.EVALUATE:
+        if step.phase in self.asking:
             self._context.watch_deadlines(now)
         else:
             self._policy.watch_deadlines(now)

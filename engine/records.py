@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from roundtable.core.observability.metric_sums import add_up, means, worked_out
 from roundtable.core.observability.throughput import TOKENS
-from roundtable.engine.messages import RoundRecord, Update
+from roundtable.engine.messages import Aggregated, RoundRecord, Update
 from roundtable.engine.state import BUSY, Attempt
 
 
@@ -103,3 +103,15 @@ def _excused(attempt: Attempt) -> tuple[str, ...]:
 
 def _failures(attempt: Attempt) -> dict[str, str]:
     return {name: failure.detail for name, failure in sorted(attempt.failures.items())}
+
+
+def note_faults(event: Aggregated, note: Callable[[str, str, str, dict[str, Any]], None]) -> None:
+    """Notes each update that was left out, or changed, when they were combined."""
+    faults = {fault["client"]: fault["reason"] for fault in event.diagnosis.get("excluded", ())}
+    for client, reason in sorted(event.excluded.items()):
+        detail = {"reason": faults[client]} if client in faults else {}
+        note("update_excluded", f"the update of {client} was left out: {reason}", client, detail)
+    for fault in event.diagnosis.get("clipped", ()):
+        what = "weight" if fault["reason"] == "weight" else "update"
+        message = f"the {what} of {fault['client']} was clipped: {fault['message']}"
+        note("update_clipped", message, fault["client"], {"reason": fault["reason"]})

@@ -1,6 +1,6 @@
 """The round engine: a state machine without I/O, threads or clock.
 
-    authorize → train → aggregate → evaluate → commit → the next round
+    authorize → check → train → aggregate → evaluate → commit → the next round
                  ↑         │
                  └─────────┘  an attempt that fails is made again
 
@@ -24,6 +24,7 @@ from roundtable.engine.foreign_selection import find_strategy
 from roundtable.engine.phases import Phases
 from roundtable.engine.policies.policy_choice import policy_of
 from roundtable.engine.population import Population, Roster
+from roundtable.engine.records import note_faults
 from roundtable.engine.selection import SelectionFailed, Strategy, least_for_selection
 from roundtable.engine.state import EngineState, PlainClients, from_plain, in_queue, to_plain
 from roundtable.engine.validation.secure_feasibility import fewest
@@ -81,6 +82,7 @@ class RoundEngine:
         strategy: Strategy | None = None,
         *,
         regional: bool = False,
+        unchecked: bool = False,
     ) -> RoundEngine:
         """The engine of a job that has not started.
 
@@ -88,9 +90,11 @@ class RoundEngine:
         job's seed in a simulation; secret and drawn from the operating system at a coordinator, because
         amplification by sampling holds only against those who cannot predict the sample. `separation` is
         the plan's: the least number of rounds from one contribution of a client to its next. `strategy` is
-        the plan's too; left out, the job's is found by its name. `regional`: as in `EngineState`.
+        the plan's too; left out, the job's is found by its name. `regional`, `unchecked`: see `EngineState`.
         """
-        state = EngineState(model, selection_seed, separation=separation, regional=regional)
+        state = EngineState(
+            model, selection_seed, separation=separation, regional=regional, unchecked=unchecked
+        )
         return cls(job, state, population, strategy)
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
@@ -138,10 +142,8 @@ class RoundEngine:
         match attempt.phase:
             case m.AUTHORIZE:
                 self._context.out.append(m.Authorize(attempt.step))
-            case m.EVALUATE:
-                self._context.extend_deadline(self.job.evaluation.deadline, now)
-                self._context.instruct(attempt.awaited, now)
-                self._phases.proceed(m.EVALUATE, now)
+            case m.CHECK | m.EVALUATE:
+                self._phases.asking[attempt.phase].restore(now)
             case m.AGGREGATE:
                 self._context.out.append(self._phases.aggregate_action(attempt))
             case m.COMMIT:
@@ -190,6 +192,8 @@ class RoundEngine:
         attempt = self.state.attempt
         if attempt is None or attempt.phase == m.SELECT:
             return attempt is not None
+        if attempt.phase == m.CHECK:
+            return not (attempt.awaited or attempt.evaluations or attempt.failures)
         given = self.state.at_work or self.state.ready
         return attempt.phase == m.TRAIN and not (attempt.awaited or attempt.updates or given)
 
@@ -215,8 +219,8 @@ class RoundEngine:
         attempt = self.state.attempt
         if not event.online or attempt is None:
             return
-        if attempt.phase == m.EVALUATE and name in attempt.awaited:
-            self._context.instruct([name], now)
+        if attempt.phase in self._phases.asking:
+            self._phases.asking[attempt.phase].joined(name, now)
         self._phases.follow(self._policy.client_joined(name, now), now)
 
     def _on_left(self, event: m.ClientLeft, now: float) -> None:
@@ -283,28 +287,27 @@ class RoundEngine:
         step, failure = event.step, event.failure
         if self._context.works_on(failure.site, step):
             failure = replace(failure, round=step.round, attempt=step.attempt, phase=step.phase)
-            if step.phase != m.EVALUATE:
+            if step.phase in self._phases.asking:
+                self._phases.asking[step.phase].failed(failure, now)
+            else:
                 failure = replace(failure, phase=m.TRAIN)
                 self._phases.follow(self._policy.client_failed(failure, now), now)
-            else:
-                self._context.drop(failure, now)
-                self._phases.proceed(m.EVALUATE, now)
 
     def _on_troubled(self, event: m.Troubled, now: float) -> None:
         if self.state.attempt is not None and self._context.works_on(event.failure.site, event.step):
             self._context.trouble(event.failure, event.action)
 
     def _on_evaluated(self, event: m.Evaluated, now: float) -> None:
-        if event.step.phase != m.EVALUATE or not self._context.works_on(event.client, event.step):
-            return
-        self._phases.measured(event.client, event.metrics, now)
+        asking = self._phases.asking.get(event.step.phase)
+        if asking is not None and self._context.works_on(event.client, event.step):
+            asking.answered(event.client, event.metrics, now)
 
     def _on_deadline(self, event: m.DeadlinePassed, now: float) -> None:
         attempt = self.state.attempt
         if attempt is None:
             return
-        if attempt.phase == m.EVALUATE:
-            self._phases.evaluation_timer_fired(event.timer, now)
+        if attempt.phase in self._phases.asking:
+            self._phases.asking[attempt.phase].timer_fired(event.timer, now)
         self._phases.follow(self._policy.timer_fired(event.timer, now), now)
 
     def _on_unmasking(self, event: m.Unmasking, now: float) -> None:
@@ -318,17 +321,9 @@ class RoundEngine:
         if attempt is None or event.step != attempt.step:
             return
         attempt.aggregated = event
-        faults = {fault["client"]: fault["reason"] for fault in event.diagnosis.get("excluded", ())}
-        for client, reason in sorted(event.excluded.items()):
-            detail = {"reason": faults[client]} if client in faults else {}
-            message = f"the update of {client} was left out: {reason}"
-            self._context.note("update_excluded", message, client, detail)
-        for fault in event.diagnosis.get("clipped", ()):
-            what = "weight" if fault["reason"] == "weight" else "update"
-            message = f"the {what} of {fault['client']} was clipped: {fault['message']}"
-            self._context.note("update_clipped", message, fault["client"], {"reason": fault["reason"]})
-        if self._phases.evaluation_due(attempt.round):
-            self._phases.begin_evaluation(now)
+        note_faults(event, self._context.note)
+        if self._phases.evaluation.due(attempt.round):
+            self._phases.evaluation.begin(now)
         else:
             self._phases.commit(now)
 

@@ -190,7 +190,7 @@ class Attempt:
 class EngineState:
     """A whole job. `stopping` is what was asked for while a commit was under way; `separation` the least
     number of rounds from one contribution of a client to its next. `regional`: rounds within regions happen
-    at relays, and only those that go up happen here.
+    at relays, and only those that go up happen here. `unchecked`: silos were not asked yet for their model.
 
     In buffered rounds `at_work` are those who train, in the order in which they were asked; `buffer` are
     updates that came while a model was being made, for the next; `draws` counts draws of clients. Under masks
@@ -202,7 +202,6 @@ class EngineState:
 
     `summed` are the clients of a closed round whose sum without noise may be known: until the model changes
     all of them and nobody else, or none of them, are asked. Nobody in another such sum, who is `barred`, is.
-
     `hops` lead from the newest models to the next, the latest last, where the job encodes the way down.
     """
 
@@ -216,6 +215,7 @@ class EngineState:
     stopping: tuple[JobStatus, str] | None = None
     separation: int = 1
     regional: bool = False
+    unchecked: bool = False
     clients: dict[str, ClientRecord] = field(default_factory=dict)
     at_work: dict[str, Assignment] = field(default_factory=dict)
     buffer: dict[str, Update] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from roundtable.core.config import JobConfig
 from roundtable.engine import messages as m
@@ -86,7 +87,7 @@ def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> 
         here, are = len(state.ready) or len(attempt.updates), " ready" if state.ready else ""
         said = f"{here} of {attempt.target} updates{are}; at work: {shown or 'nobody'}"
         return "; ".join([said, *(() if busy else held_in_words(population))])
-    if attempt.phase in (m.TRAIN, m.EVALUATE):
+    if attempt.phase in (m.CHECK, m.TRAIN, m.EVALUATE):
         return _waiting_for_answers(attempt, state, population)
     return {m.AGGREGATE: "combining the updates", m.COMMIT: "storing the round"}.get(attempt.phase, "")
 
@@ -112,9 +113,12 @@ def held_in_words(population: Population) -> list[str]:
 
 
 def _waiting_for_answers(attempt: Attempt, state: EngineState, population: Population) -> str:
-    word, have = (
-        ("updates", attempt.updates) if attempt.phase == m.TRAIN else ("evaluations", attempt.evaluations)
-    )
+    told: dict[str, tuple[str, Mapping[str, Any]]] = {
+        m.CHECK: ("models compared with the job's", {**attempt.evaluations, **attempt.failures}),
+        m.TRAIN: ("updates", attempt.updates),
+        m.EVALUATE: ("evaluations", attempt.evaluations),
+    }
+    word, have = told[attempt.phase]
     awaited = list(attempt.awaited)
     shown = ", ".join(f"{n} ({_state_of(n, state.clients[n], population)})" for n in awaited[:_SHOWN])
     more = f" and {len(awaited) - _SHOWN} more" if len(awaited) > _SHOWN else ""

@@ -1070,6 +1070,8 @@ global___Train = Train
 
 @typing.final
 class Evaluate(google.protobuf.message.Message):
+    """In phase "check" the silo makes its own model, and answers with no metric once that has this layout."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: builtins.int

@@ -29,7 +29,7 @@ from roundtable.client.policy.rules import Metrics
 from roundtable.client.prepared_updates import PREPARE, objection_to_phase
 from roundtable.client.sharing.line_sharing import LineSharing
 from roundtable.client.sharing.silo_report import RecentLines
-from roundtable.client.step_key import StepKey
+from roundtable.client.step_key import CHECK, StepKey
 from roundtable.client.trainer import TrainedUpdate
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import IdentityError
@@ -385,7 +385,7 @@ class Gatekeeper:
             reasons.append(f"round {step.round} is none of the job's, which has {job.rounds}")
         if wrong := objection_to_phase(step.phase, instruction.work, job):
             reasons.append(wrong)
-        if instruction.work.kind == "evaluate":
+        if instruction.work.kind == "evaluate" and step.phase != CHECK:
             reasons += self.rules.to_evaluation(job, step.round)
         first = step.phase in (_TRAIN, PREPARE) and step.round == 1 and known.initial_model
         if first and _model(instruction) != known.initial_model:

@@ -36,7 +36,7 @@ from roundtable.client.model_route import ModelRoute
 from roundtable.client.policy.health import HealthChecks
 from roundtable.client.policy.known_jobs import job_read
 from roundtable.client.prepared_updates import PREPARE, PreparedUpdate, PreparedUpdates
-from roundtable.client.step_key import StepKey, about
+from roundtable.client.step_key import CHECK, StepKey, about
 from roundtable.client.trainer import Ahead, Figures, StepWork, TrainedUpdate, Trainer
 from roundtable.client.training.metrics import Metrics, left_out_or_cut, loss_of, summable
 from roundtable.core.config import JobConfig
@@ -135,6 +135,8 @@ class StepWorker:
                 self.no_more,
             ),
         )
+        if step.phase == CHECK:
+            return await self._compare(work)
         if step.phase == PREPARE:
             return await self._prepare(work, asked.model.digest)
         if asked.kind == "train" and is_secure(job):
@@ -318,6 +320,15 @@ class StepWorker:
         with refusing():
             self._gate.answered(work.step, work.job, trained)
         self._models.check(work.model)
+
+    async def _compare(self, work: StepWork) -> outgoing.FromAgent:
+        """Makes the silo's own model. WorkFailed where that is not the job's; nothing else is told of it."""
+        step = work.step
+        self._report(step, "comparing")
+        await self._trainer.check(work)
+        _log.info("%s: the model here is the job's", step, extra=about(step))
+        self._observer.ended(step, "done")
+        return outgoing.evaluated(step, self._gate.evaluated(step, work.job, {}))
 
     async def _evaluate(self, work: StepWork, model: str) -> outgoing.FromAgent:
         step = work.step

@@ -225,11 +225,13 @@ class Executor:
         assert self._warm is not None
         return self._warm.lent()
 
-    def evaluate(self, order: Order, before_batch: BeforeBatch | None = None) -> Metrics:
-        """Evaluates the model, with the silo's own tensors in it, on the silo's test data.
+    def check(self, order: Order) -> None:
+        """Makes the model. ModelMismatch where it is not the order's."""
+        self._prepare(order)
 
-        `before_batch` is called before each batch, and may raise Stopped.
-        """
+    def evaluate(self, order: Order, before_batch: BeforeBatch | None = None) -> Metrics:
+        """Evaluates the model, with the silo's own tensors in it, on the silo's test data. `before_batch` is
+        called before each batch, and may raise Stopped."""
         warm, start = self._prepare(order)
         check_evaluation(warm.config, warm.layout)
         training, data = self._data_of(order.task, warm)

@@ -186,6 +186,9 @@ class ScriptTrainer:
             self._state.save(work.step.job, (work.step.round, work.step.attempt), left, work.kept)
         return TrainedUpdate(written.digest, written.size, examples, metrics, written.writing)
 
+    async def check(self, work: StepWork) -> None:
+        """See Trainer: a script's own model is seen when it submits."""
+
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer: by the script's function, in a thread of its own; without one there are no metrics."""
         start = await asyncio.to_thread(open_model, work.model)

@@ -235,6 +235,9 @@ def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, ans
         if command["do"] == "rehearse":
             tried = rehearse(executor.settings, order, executor.device, told.begins)
             return {"rehearsed": asdict(tried)}
+        if command["do"] == "check":
+            executor.check(order)
+            return {"done": True}
         if command["do"] == "train":
             return _trained(
                 executor, order, executor.train(order, told.progress, told.before_batch, told.trouble)

@@ -94,6 +94,10 @@ class WorkerTrainer:
             why = str(error)
         _log.warning("%s, round %d: is not trained ahead any more: %s", done.job, done.round + 1, why)
 
+    async def check(self, work: StepWork) -> None:
+        """See Trainer."""
+        await self._do("check", work, lambda *seen: None)
+
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""
         answer = await self._do("evaluate", work, progress)
@@ -177,7 +181,7 @@ class WorkerTrainer:
         batch = part_of_batch(work.job, 0, evaluation=verb == "evaluate")
         # The silo has paid for a round of DP-SGD when it begins, and DP-SGD takes parts of batches anyway.
         paid = verb == "train" and isinstance(work.job.privacy, ExampleLevel)
-        if paid or (work.step.job, verb) in self._whole:
+        if paid or verb == "check" or (work.step.job, verb) in self._whole:
             return 0
         return min(_MOST_HALVINGS, batch.bit_length() - 1)
 

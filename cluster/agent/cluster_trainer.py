@@ -58,11 +58,7 @@ class ClusterTrainer:
     """Gives orders to rank 0; where a rank dies the whole group is started again, and goes on."""
 
     def __init__(
-        self,
-        config: AgentConfig,
-        client: str,
-        jobs: Path,
-        find: Callable[[], Resources] | None = None,
+        self, config: AgentConfig, client: str, jobs: Path, find: Callable[[], Resources] | None = None
     ) -> None:
         """`find` returns the silo's present resources; by default those of this machine."""
         assert config.cluster is not None
@@ -134,6 +130,9 @@ class ClusterTrainer:
         asked = partial(self._do, "train", progress=seen)
         async with self._at_work(work):
             return await shaped_update(self._config, self._settings, work, asked)
+
+    async def check(self, work: StepWork) -> None:
+        """See Trainer: what is frozen is read once, by the ranks that share it out, when round 1 begins."""
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""

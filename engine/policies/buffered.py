@@ -24,6 +24,7 @@ from roundtable.core.seeds import numpy_generator
 from roundtable.engine import messages as m
 from roundtable.engine.context import IN_LINE, JobContext
 from roundtable.engine.policies.training_policy import (
+    CheckModels,
     Combine,
     Decision,
     GiveUp,
@@ -56,6 +57,8 @@ class BufferedTraining:
     def begin(self, now: float) -> Decision:
         """Begins to fill the buffer, with the updates that came while the last model was made."""
         attempt, state = self._context.attempt(), self._state
+        if state.unchecked:
+            return CheckModels()
         attempt.phase, attempt.target = m.TRAIN, self._size
         attempt.minimum = quorum(self._job.cohort, self._size)
         attempt.updates, state.buffer = state.buffer, {}

@@ -33,6 +33,7 @@ from roundtable.engine import messages as m
 from roundtable.engine.context import JobContext
 from roundtable.engine.policies.buffered import WORK, BufferedTraining
 from roundtable.engine.policies.training_policy import (
+    CheckModels,
     Combine,
     Decision,
     GiveUp,
@@ -57,6 +58,8 @@ class MaskedBufferedTraining(BufferedTraining):
     def begin(self, now: float) -> Decision:
         """Begins to gather, with those that were ready before."""
         attempt = self._context.attempt()
+        if self._state.unchecked:
+            return CheckModels()
         attempt.phase, attempt.target, attempt.minimum = m.TRAIN, self._size, self._least
         message = f"round {attempt.round}: {len(self._state.ready)} updates are ready already"
         detail = {"cohort": sorted(self._state.at_work), "minimum": attempt.minimum}

@@ -16,6 +16,7 @@ from roundtable.engine import messages as m
 from roundtable.engine.context import JobContext
 from roundtable.engine.policies.replacement import draw_replacement, is_short, why_never
 from roundtable.engine.policies.training_policy import (
+    CheckModels,
     Combine,
     Decision,
     GiveUp,
@@ -173,7 +174,7 @@ class SynchronousTraining:
         attempt, cohort = self._context.attempt(), self._job.cohort
         amplified = is_amplified(self._job)
         sampled = cohort.strategy == "poisson" or amplified
-        there = rested(self._population.free(), self._state)
+        there = [n for n in rested(self._population.free(), self._state) if n not in attempt.failures]
         candidates = rested(self._population.known(), self._state) if sampled else there
         summed = self._state.summed
         if summed and not fewest_groups(self._job) and set(summed) <= set(candidates):
@@ -189,6 +190,8 @@ class SynchronousTraining:
                 self._context.set_timer("wait", attempt.deadline)
                 self._context.note("waiting_for_clients", self._waiting_for())
             return None
+        if self._state.unchecked:
+            return CheckModels()
         # After the wait for enough silos, whose turn it may not be: a group can be empty.
         candidates = in_turn(candidates, self._job, self._state, attempt.round)
         if amplified and cohort.size is not None:

@@ -30,7 +30,12 @@ class GiveUp:
     reason: str
 
 
-Decision = Combine | GiveUp | None
+@dataclass(frozen=True)
+class CheckModels:
+    """Silos are there, and are asked first whether they make the job's model; `begin` comes again then."""
+
+
+Decision = Combine | GiveUp | CheckModels | None
 """None: the phase goes on."""
 
 

@@ -81,7 +81,7 @@ class Begun:
         return m.WorkStarted(
             site,
             step,
-            "queued" if self.queued else "evaluating" if step.phase == m.EVALUATE else "training",
+            "queued" if self.queued else "training" if step.phase in (m.TRAIN, m.PREPARE) else "evaluating",
         )
 
 

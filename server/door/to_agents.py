@@ -76,7 +76,7 @@ def instruction(
         message.hops.append(agent_pb2.Hop(base=each.hop.base, model=each.hop.model, delta=delta))
     if action.counted is not None:
         message.counted.CopyFrom(_step(job, m.Step(*action.counted, m.TRAIN)))
-    if action.step.phase == m.EVALUATE:
+    if action.step.phase in (m.CHECK, m.EVALUATE):
         message.evaluate.CopyFrom(agent_pb2.Evaluate(model=model, layout=layout))
     else:
         message.train.CopyFrom(

@@ -109,7 +109,8 @@ class Publication:
         waiting = "the updates of a secret cohort" if view.phase == m.TRAIN else view.waiting_for
         hidden: dict[str, Any] = {name: type(plain[name])() for name in gone}
         if "waiting_for" in gone:
-            hidden["waiting_for"] = "evaluations" if view.phase == m.EVALUATE else waiting
+            asked = {m.CHECK: "the models that silos make", m.EVALUATE: "evaluations"}
+            hidden["waiting_for"] = asked.get(view.phase, waiting)
         if "clients" in kept and not self._tells_updates:
             kept["clients"] = {name: replace(each, note="") for name, each in view.clients.items()}
         return Told(EngineView(**kept, **hidden))

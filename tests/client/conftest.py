@@ -251,6 +251,8 @@ class InlineTrainer:
 
     async def start(self) -> None: ...
 
+    async def check(self, work: StepWork) -> None: ...
+
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         if self.gate is not None:
             await self.gate.wait()

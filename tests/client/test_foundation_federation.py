@@ -172,7 +172,7 @@ async def test_a_federation_gives_the_bits_of_its_simulation(
 async def test_a_silo_with_another_tokenizer_is_named_at_once_and_the_job_goes_on_once_it_is_mended(
     folder: Path,
 ) -> None:
-    """Attempt 1 ends as soon as it says so, the next one after `job resume`, in the silo's same process."""
+    """Before anybody has trained; the next attempt comes after `job resume`, in the silo's same process."""
     job = JobConfig.model_validate({**TABLE, "cohort": {"size": 2, "minimum": 2}})
     result = simulated(folder, cohort={"size": 2, "minimum": 2})
     task = load_task("toy.py", folder)
@@ -199,11 +199,12 @@ async def test_a_silo_with_another_tokenizer_is_named_at_once_and_the_job_goes_o
             paused = await asyncio.to_thread(until, operator, submitted.id, "paused")
             assert not paused.history
             assert re.search(
-                r"round 1 is not tried again before a silo has the job's model: 0 of at least 2 updates "
-                r"\(client-1: the base 'base' here is not .*: the digest of its tokenizer is \w{12} "
-                r"here and \w{12} in the job; take tokenizer\.json, ",
+                r"round 1 does not begin before a silo has the job's model: client-1: the base 'base' here "
+                r"is not .*: the digest of its tokenizer is \w{12} here and \w{12} in the job; take "
+                r"tokenizer\.json, ",
                 paused.job.reason,
             )
+            assert "round_started" not in [event.kind for event in paused.events]
             config.write_text(right)
             await asyncio.to_thread(operator.resume, submitted.id)
             done = await asyncio.to_thread(until, operator, submitted.id, "finished")

@@ -34,6 +34,8 @@ class InlineTrainer:
 
     async def start(self) -> None: ...
 
+    async def check(self, work: StepWork) -> None: ...
+
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         return await asyncio.to_thread(self._in_turn, self._train, work)
 

@@ -36,6 +36,8 @@ class GivenTrainer:
 
     async def start(self) -> None: ...
 
+    async def check(self, work: StepWork) -> None: ...
+
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         self.steps.append(work.step)
         self.began.set()

@@ -116,6 +116,7 @@ def _made(
         separation=plan.separation,
         strategy=plan.strategy,
         regional=job.regions.rounds > 1,
+        unchecked=any(spec.digest for spec in layout.tensors),
     )
     noise = dict(plan.noise.settled) if isinstance(plan.noise, CentralNoise) else {}
     now = services.clock()
