@@ -12,6 +12,7 @@ from torch import Tensor
 
 from roundtable.client.training.local_work import LocalWork
 from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.algorithms.factors.factor_pairs import factor_pairs
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.encodings import get_encoding
@@ -165,7 +166,10 @@ class Summing(Protocol):
 
 
 def can_sum(world: World) -> bool:
-    """Whether the aggregate is a weighted mean that nobody has to see single updates for."""
+    """Whether the aggregate is a weighted mean that nobody has to see single updates for.
+
+    What averaging low-rank factors loses, and the job's diagnosis, are figures of single updates.
+    """
     job = world.job
     table, attack = job.aggregation, job.simulation.attack
     server = world.algorithm.server()
@@ -177,6 +181,8 @@ def can_sum(world: World) -> bool:
         and not table.pre
         and table.weighting in ("examples", "uniform")
         and table.validation.max_norm is None
+        and not table.diagnosis
+        and not factor_pairs(world.layout)
         and not hides_figures(job.privacy)
         and job.round.mode == "synchronous"
         and attack.get("name", "label_flip") == "label_flip"

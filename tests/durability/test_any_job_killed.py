@@ -117,7 +117,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300 + 60 * JOBS)
+@pytest.mark.timeout(300 + 120 * JOBS)
 def test_any_job_ends_as_undisturbed_whoever_is_killed(world: World) -> None:
     """Where a round was tried again its cohort may be another, and then the job just ends as it would."""
     outcomes, numbers = Counter[str](), count()
