@@ -108,6 +108,10 @@ async def test_a_job_is_followed_paused_and_resumed_in_the_browser(
         # What a silo says of itself is shown as it wrote it.
         await page.get_by_role("cell", name=f"ward={HOSTILE}").wait_for()
         await accessible(page)
+        # What is not today has its day.
+        await operator.submit("[queue]\nstart = 2099-06-15T12:00:00Z", request="far")
+        await page.get_by_role("navigation").get_by_role("link", name="Overview").click()
+        await page.get_by_role("cell", name="turn about Jun 15, 2099").wait_for()
 
 
 async def test_every_page_of_a_viewer_on_a_small_screen_and_after_a_restart(

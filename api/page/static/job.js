@@ -2,7 +2,7 @@
 // One job: where it stands, who does what, its curves, its privacy, what has happened, and what can be done.
 import { fill, h, Table, scrolled } from "/static/dom.js";
 import { Chart } from "/static/charts.js";
-import { bytes, download, duration, number, timeOfDay, when } from "/static/format.js";
+import { bytes, download, duration, moment, number, when } from "/static/format.js";
 import { heard, lines, rows } from "/static/live.js";
 import { bestOf, measuredOf, modelsOf } from "/static/measured.js";
 import { ask, badge, eventLine, problemOf, progress, tile } from "/static/parts.js";
@@ -39,7 +39,7 @@ export function job(id) {
     [
       { title: "Silo", cell: (each) => each.client },
       { title: "State", cell: (each) => badge(each.state) },
-      { title: "Since", cell: (each) => timeOfDay(each.since) },
+      { title: "Since", cell: (each) => moment(each.since) },
       { title: "Examples", number: true, cell: (each) => (each.total ? `${each.done} / ${each.total}` : "") },
       { title: "Loss", number: true, cell: (each) => (each.loss ? number(each.loss) : "") },
       { title: "Step", cell: stepOf },
@@ -189,7 +189,7 @@ export function job(id) {
       fill(tiles,
         tile("Rounds", progress(told.rounds_done, told.rounds), bestOf(told, kept?.settings)),
         tile("Now", detail.phase ? `${detail.phase}, round ${detail.round}${detail.attempt > 1 ? `.${detail.attempt}` : ""}` : "–", detail.waiting_for || told.reason),
-        tile("Deadline", detail.deadline ? timeOfDay(detail.deadline) : "–", detail.deadline ? `in ${duration(detail.deadline - Date.now() / 1000)}` : "none"),
+        tile("Deadline", detail.deadline ? moment(detail.deadline) : "–", detail.deadline ? `in ${duration(detail.deadline - Date.now() / 1000)}` : "none"),
         tile("Submitted", when(told.submitted), `by ${told.submitter}`),
       );
       buttons(told);

@@ -1,7 +1,7 @@
 // @ts-check
 // What goes on at this moment, over all jobs and silos.
 import { fill, h, Table } from "/static/dom.js";
-import { bytes, duration, number, timeOfDay } from "/static/format.js";
+import { bytes, duration, moment, number } from "/static/format.js";
 import { heard, lines, rows } from "/static/live.js";
 import { badge, eventLine, gravity, jobLink, problemOf, progress, tile } from "/static/parts.js";
 import { may, read } from "/static/session.js";
@@ -73,7 +73,7 @@ export function overview() {
         tile("Disk", bytes(status?.disk_free), "free for models and updates"),
         tile("Coordinator", status?.coordinator?.slice(0, 12) ?? "–", status?.version),
       );
-      const living = all.filter((job) => LIVING.includes(job.status)).sort((one, other) => LIVING.indexOf(one.status) - LIVING.indexOf(other.status) || other.submitted - one.submitted);
+      const living = all.filter((job) => LIVING.includes(job.status)).sort((one, other) => LIVING.indexOf(one.status) - LIVING.indexOf(other.status) || placeOf(one) - placeOf(other) || other.submitted - one.submitted);
       table.show(living.map((job) => [job.id, job]));
       const now = Date.now() / 1000;
       const told = lines(TOPIC).filter((event) => now - event.time < 3600).sort((one, other) => other.time - one.time);
@@ -82,6 +82,11 @@ export function overview() {
       fill(changes, told.length ? told.slice(0, 60).map((event) => eventLine(event, true)) : h("li", { class: "empty" }, "Nothing has happened to the jobs that are not over."));
     },
   };
+}
+
+/** Where it stands in the queue; those that stand in none come last. @param {any} job */
+function placeOf(job) {
+  return rows(TOPIC, "queue")[job.id]?.place || Number.MAX_SAFE_INTEGER;
 }
 
 /** @param {any} job */
@@ -94,9 +99,9 @@ function waitsFor(job) {
 /** @param {any} job */
 function until(job) {
   const turn = rows(TOPIC, "queue")[job.id];
-  if (turn?.place && turn.expected) return `turn about ${timeOfDay(turn.expected)}`;
+  if (turn?.place && turn.expected) return `turn about ${moment(turn.expected)}`;
   const deadline = rows(TOPIC, "details")[job.id]?.deadline;
-  return deadline ? `${timeOfDay(deadline)} (${duration(deadline - Date.now() / 1000)})` : "";
+  return deadline ? `${moment(deadline)} (${duration(deadline - Date.now() / 1000)})` : "";
 }
 
 /** @param {any} account */

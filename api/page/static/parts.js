@@ -1,7 +1,7 @@
 // @ts-check
 // Pieces that several views show.
 import { fill, h } from "/static/dom.js";
-import { mark, number, timeOfDay, when } from "/static/format.js";
+import { mark, moment, number, when } from "/static/format.js";
 import { rows } from "/static/live.js";
 import { change } from "/static/session.js";
 
@@ -55,7 +55,7 @@ export function eventLine(event, withJob) {
   return h(
     "li",
     { class: `event ${/^[a-z]+$/.test(gravity(event)) ? gravity(event) : ""}` },
-    h("time", { datetime: new Date(event.time * 1000).toISOString(), title: when(event.time) }, timeOfDay(event.time)),
+    h("time", { datetime: new Date(event.time * 1000).toISOString(), title: when(event.time) }, moment(event.time)),
     withJob ? h("span", { class: "where" }, jobLink(event.job, rows("overview", "jobs")[event.job]?.name ?? event.job.slice(0, 8))) : null,
     h("span", { class: "kind" }, event.kind.replaceAll("_", " ")),
     h("span", { class: "message" }, event.message, incident?.advice ? h("em", {}, ` ${incident.advice}`) : null),

@@ -1,7 +1,7 @@
 // @ts-check
 // A job's newest rounds in time: a row for each silo, a span for what it did in each attempt.
 import { h, scrolled } from "/static/dom.js";
-import { duration, timeOfDay } from "/static/format.js";
+import { duration, moment } from "/static/format.js";
 import { detailOf } from "/static/parts.js";
 
 const ROW = 18;
@@ -119,7 +119,7 @@ export class Timeline {
     this.silos = all.slice(0, MOST_SILOS);
     this.draw(newest);
     this.note.textContent = all.length > MOST_SILOS ? `${all.length - MOST_SILOS} more silos are not drawn.` : all.length ? "" : "This job's level of privacy tells nothing of single silos, or no round has begun.";
-    const said = newest.map((round) => `Round ${round.round}${round.attempt > 1 ? `, attempt ${round.attempt}` : ""}: ${timeOfDay(round.from)}, ${round.outcome}.${slowest(this.spans, round)}`);
+    const said = newest.map((round) => `Round ${round.round}${round.attempt > 1 ? `, attempt ${round.attempt}` : ""}: ${moment(round.from)}, ${round.outcome}.${slowest(this.spans, round)}`);
     if (said.join() !== this.said) {
       this.said = said.join();
       this.words.replaceChildren(...said.map((text) => h("li", {}, text)));

@@ -10,9 +10,10 @@ export function when(seconds) {
   return seconds ? clock.format(new Date(seconds * 1000)) : "–";
 }
 
-/** @param {number} seconds Unix time */
-export function timeOfDay(seconds) {
-  return seconds ? short.format(new Date(seconds * 1000)) : "–";
+/** The time of day, with the date where that is not today's. @param {number} seconds Unix time */
+export function moment(seconds) {
+  const told = new Date(seconds * 1000);
+  return seconds && told.toDateString() === new Date().toDateString() ? short.format(told) : when(seconds);
 }
 
 /** @param {number | null | undefined} value */
