@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from roundtable.client.door.incoming import BadMessage, message_of
 from roundtable.client.door.model_names import ArtifactName
 from roundtable.core.errors import ProtocolError, RoundtableError
 from roundtable.proto import agent_pb2, common_pb2, relay_pb2
@@ -65,6 +66,12 @@ class FromCoordinator:
             self._tell(silo, message.said.message)
 
     def _tell(self, silo: Silo, message: agent_pb2.ToAgent) -> None:
+        decoded = message_of(message)
+        if isinstance(decoded, BadMessage):
+            # Its words would be names of files here, and times: the silo hears it, and says what is wrong.
+            log.warning("%s", decoded.reason, extra={"site": silo.name})
+            silo.send(message)
+            return
         match message.WhichOneof("message"):
             case "welcome":
                 self._welcome(silo, message)

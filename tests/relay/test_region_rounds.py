@@ -107,6 +107,7 @@ class Region:
 
     def __init__(self, folder: Path, credentials: Path, policy: RegionalTable | None = None) -> None:
         self.folder = folder
+        folder.mkdir(exist_ok=True)
         self.credentials = credentials
         self.policy = policy
         self.above = Above()
@@ -158,7 +159,15 @@ class Region:
             self.silos, cache, b"", 1.0, self.above.said.append, list, "east", self.sums, self.regional
         )
 
-    def order(self, *names: str, round: int = 4, attempt: int = 1) -> None:
+    def order(
+        self,
+        *names: str,
+        round: int = 4,
+        attempt: int = 1,
+        job: str = "job",
+        model: str = "",
+        deadline: float = 3600.0,
+    ) -> None:
         """What the coordinator says to silos that are connected, or connect now."""
         for name in names:
             if self.silos.get(name) is None:
@@ -167,11 +176,12 @@ class Region:
                 self.silos.open(Silo(name, hello))
             size = (self.credentials / "start.safetensors").stat().st_size
             instruction = agent_pb2.Instruction(
-                step=common_pb2.Step(job="job", round=round, attempt=attempt, phase="train"),
-                deadline_seconds=3600.0,
+                step=common_pb2.Step(job=job, round=round, attempt=attempt, phase="train"),
+                deadline_seconds=deadline,
                 job_config=JOB.to_json(),
                 train=agent_pb2.Train(
-                    model=common_pb2.Artifact(digest=model_digest(START), size=size), layout="1" * 64
+                    model=common_pb2.Artifact(digest=model or model_digest(START), size=size),
+                    layout="1" * 64,
                 ),
             )
             said = relay_pb2.SaidToSilo(silo=name, message=agent_pb2.ToAgent(instruction=instruction))
@@ -338,6 +348,41 @@ async def test_what_a_silo_has_not_signed_for_the_model_of_its_order_is_in_no_su
     assert "is not signed" in forged(signer=load_silo_identity(credentials / NAMES[1]))
     assert "was asked about" in forged(model="4" * 64)
     await region.close()
+
+
+def files_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"job": "../victim"},
+    {"job": "a/../../victim"},
+    {"model": "../../victim"},
+    {"deadline": float("nan")},
+    {"deadline": -1.0},
+    {"round": 2**32 - 1},
+]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=str)
+async def test_no_word_of_a_coordinator_that_cannot_be_is_used_by_the_relay(
+    tmp_path: Path, credentials: Path, hostile: dict[str, Any]
+) -> None:
+    """Neither for names of files nor for clocks; the silo hears it as it came, and refuses it itself."""
+    region = Region(tmp_path / "state", credentials, RegionalTable(least_silos=1))
+    victims = [region.folder / f"victim.{kind}" for kind in ("json", "safetensors", "partial")]
+    for victim in victims:
+        victim.write_text("precious")
+    before = files_in(tmp_path)
+    region.order(NAMES[0], **hostile)
+    assert region.work[NAMES[0]].step.job == hostile.get("job", "job")
+    over = agent_pb2.Withdraw(step=common_pb2.Step(job=hostile.get("job", "job")))
+    said = relay_pb2.SaidToSilo(silo=NAMES[0], message=agent_pb2.ToAgent(withdraw=over))
+    region.coordinator.hear(relay_pb2.ToRelay(said=said))
+    await asyncio.sleep(0)
+    await region.close()
+    assert files_in(tmp_path) == before
+    assert not region.above.said
 
 
 @settings(max_examples=5, deadline=None)
