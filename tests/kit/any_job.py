@@ -89,7 +89,7 @@ def job_of(
         evaluation["every"] = 0
     if "round" not in document:
         document.setdefault("cohort", {"size": SILOS, "minimum": SILOS})
-    document["cohort"] = {"retries": 0, "deadline": 60, **document.get("cohort", {})}
+    document["cohort"] = {"retries": 0, "deadline": 600, **document.get("cohort", {})}
     for key, values in changes.items():
         document[key] = {**document.get(key, {}), **values}
     note("\n".join(["", *(f"{key} = {toml_value(value)}" for key, value in document.items())]))
