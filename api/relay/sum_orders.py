@@ -75,8 +75,10 @@ def sum_order_of(instruction: StepInstruction) -> SumOrder | None:
 
 def earlier(order: SumOrder, name: str, way: str) -> SumOrder:
     """The order at the relay `name` on a silo's way: each relay before the last closes its sums earlier than
-    the next one, which waits for them."""
-    after = way.split(PATH_MARK)[::-1].index(name)
+    the next one, which waits for them. A way is the silo's word: one that is not by this relay is not served,
+    and until that is known the order stays as it is."""
+    path = way.split(PATH_MARK)[::-1]
+    after = path.index(name) if name in path else 0
     return replace(order, seconds=order.seconds * EARLIER**after)
 
 

@@ -350,6 +350,17 @@ async def test_what_a_silo_has_not_signed_for_the_model_of_its_order_is_in_no_su
     await region.close()
 
 
+async def test_a_silo_that_comes_anew_and_names_no_relay_ends_nobodys_connection(
+    tmp_path: Path, credentials: Path
+) -> None:
+    """An order for it is under way, and the coordinator has not refused its new hello yet."""
+    region = Region(tmp_path, credentials, RegionalTable(least_silos=1))
+    region.silos.open(Silo(NAMES[0], agent_pb2.FromAgent()))
+    region.order(NAMES[0])
+    assert region.work[NAMES[0]].step.round == 4
+    await region.close()
+
+
 def files_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
