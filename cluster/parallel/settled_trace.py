@@ -1,27 +1,35 @@
-"""Traces a task's loss as often as it takes to tell what every pass changes; tries a batch's loss."""
+"""Traces a task's loss as often as it takes to tell what every pass changes; tries a batch and its halves."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from roundtable.client.batch_tensors import examples_in
+from roundtable.client.training.micro_batches import parts
 from roundtable.cluster.parallel.anatomy import Rewritten, attributes_of
-from roundtable.cluster.parallel.forward_trace import Trace, trace
+from roundtable.cluster.parallel.experts import Experts
+from roundtable.cluster.parallel.forward_trace import Trace, quietly, trace
 from roundtable.cluster.parallel.pipeline_stages import FixedOutput
 from roundtable.core.errors import TaskError
 from roundtable.core.seeds import isolated_randomness
-from roundtable.core.task import Task
+from roundtable.core.task import Task, initial_state
 
 # Numbers of a made-up output beyond which it has some of a sequence's places, and how many of each kind.
 _MOST_NUMBERS, _PLACES = 1 << 23, 8
+# Bytes of a model that is made and run to try it, and operations of its trial.
+_SMALL, _LITTLE = 64 << 20, 1e10
 
 
 def settled_trace(
@@ -91,6 +99,89 @@ def _alike(one: Any, other: Any) -> bool:
     return one is other or (not isinstance(one, Tensor) and bool(one == other))
 
 
+@dataclass(frozen=True)
+class BatchTrial:
+    """What a small model with values showed.
+
+    `whole`: a batch's loss, or its gradient, is another than the mean of its halves', None where nobody can
+    tell. `evaluations`: what an evaluation changes, so that the next one comes out otherwise; "" for nothing.
+    """
+
+    whole: bool | None = None
+    evaluations: str = ""
+
+
+def try_batch(task: Task, traced: Trace, model: nn.Module, flops: float, batch: Any) -> BatchTrial:
+    """Runs a small model on a batch of a few examples, again, and on its halves.
+
+    `model` says how large it is, `flops` how much work an example is.
+    A loss may take more of a model than one output, and a model may compare examples itself: neither shows on
+    made-up outputs. In training mode, unless layers draw numbers or keep something there.
+    """
+    bytes_of_all = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    examples = examples_in(batch)
+    if bytes_of_all > _SMALL or flops * examples > _LITTLE or any(map(_is_routed, model.modules())):
+        return BatchTrial()
+    try:
+        with quietly():
+            model = initial_state(task, 0)
+            assert isinstance(model, nn.Module)
+            model.eval()
+            losses = [_loss_with(task, model, batch) for _ in range(2)]
+            settled = _numbers_of(model)
+            losses += [_loss_with(task, model, batch) for _ in range(2)]
+            if losses[1] != losses[2] or losses[2] != losses[3]:
+                now = _numbers_of(model)
+                changed = (name for name, value in settled.items() if not torch.equal(value, now[name]))
+                return BatchTrial(evaluations=next(changed, "the model"))
+            model.train(not (traced.draws or traced.rewritten or traced.normalised or has_statistics(model)))
+            whole = _gradient(task, model, batch)
+            if not torch.equal(whole[:1], _gradient(task, model, batch, seed=2)[:1]):
+                return BatchTrial()  # By chance.
+            halves = torch.zeros_like(whole)
+            for half, size in parts(batch, examples, (examples + 1) // 2):
+                halves += _gradient(task, model, half) * (size / examples)
+    except Exception:  # noqa: BLE001 - foreign code, which need not run on part of a batch
+        return BatchTrial()
+    if not (whole.isfinite().all() and halves.isfinite().all()):
+        return BatchTrial()
+    losses_alike = math.isclose(float(whole[0]), float(halves[0]), rel_tol=1e-3, abs_tol=1e-6)
+    gap, largest = (float(each.abs().max()) for each in ((whole - halves)[1:], whole[1:]))
+    return BatchTrial(not losses_alike or gap > 1e-2 * largest)
+
+
+def _is_routed(module: nn.Module) -> bool:
+    """Whether how full experts are depends on how many examples there are, of which others know."""
+    return isinstance(module, Experts)
+
+
+def _loss_with(task: Task, model: nn.Module, batch: Any, seed: int = 1) -> float:
+    # A task may change its batch.
+    with isolated_randomness(seed, torch.device("cpu")):
+        return float(task.loss(model, copy.deepcopy(batch)).detach())
+
+
+def _gradient(task: Task, model: nn.Module, batch: Any, seed: int = 1) -> Tensor:
+    """The loss, and behind it its gradient: [1 + d]."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    with isolated_randomness(seed, torch.device("cpu")):
+        loss = task.loss(model, copy.deepcopy(batch))
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+    own = (torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True))
+    return torch.cat([loss.detach().double().view(1), *(each.detach().double().flatten() for each in own)])
+
+
+def _numbers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers, and numbers and tensors in attributes, as they are now."""
+    found = {**attributes_of(model), **dict(model.named_buffers())}
+    return {name: torch.as_tensor(each).detach().clone() for name, each in found.items()}
+
+
+def has_statistics(model: nn.Module) -> bool:
+    """Whether a layer takes statistics over a batch while it trains."""
+    return any(isinstance(each, (_BatchNorm, _InstanceNorm)) for each in model.modules())
+
+
 def is_whole_loss(task: Task, traced: Trace, batches: Sequence[Any]) -> bool:
     """Whether a batch's loss is another than the mean of its examples' losses.
 
@@ -121,7 +212,7 @@ def _differs_in_parts(task: Task, shape: Sequence[int], batch: Any, ignored: Col
         shape = len(places), *shape[1:]
     generator = torch.Generator().manual_seed(1)
     wide = 3.0 * torch.randn(length, *shape, generator=generator)
-    for made in (wide, wide.sigmoid()):
+    for made in (wide, wide.sigmoid(), wide.double(), wide.sigmoid().double()):
 
         def loss_of(first: int, after: int, made: Tensor = made) -> float:
             def part(tensor: Tensor) -> Tensor:

@@ -60,9 +60,10 @@ class ModelProbe:
     treats each entry by itself; `cannot_code` is why its state cannot be in 8 bits, `cannot_share` why it is
     not for ZeRO-1, `cannot_part` why it is not for sharded weights. `streamed`: the training data are a
     stream, dealt out in `lanes` where there are any; `whole_loss`: a batch's loss is not the mean of its
-    examples'. `varies` names a module that not every pass calls, empty where all do. `crowding` is how many
-    times its share of the tokens an expert may get, by its layer's name. `known` has sums that were asked for
-    before. `cannot_half` is why the model does not run in two bytes, and `rounded` what these would do to the
+    examples'. `evaluations` names what they change, and depend on. `varies` names a module that not every
+    pass calls, empty where all do. `crowding` is how many times its share of the tokens an expert may
+    get, by its layer's name. `known` has sums that were asked for before. `cannot_half` is why the model
+    does not run in two bytes, and `rounded` what these would do to the
     examples.
     """
 
@@ -87,6 +88,7 @@ class ModelProbe:
     streamed: bool = False
     lanes: int = 0
     whole_loss: bool = False
+    evaluations: str = ""
     varies: str = ""
     cannot_half: str = ""
     rounded: str = ""

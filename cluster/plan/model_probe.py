@@ -43,7 +43,7 @@ from roundtable.cluster.parallel.pipeline_stages import (
     partition,
     refuse_cut,
 )
-from roundtable.cluster.parallel.settled_trace import is_whole_loss, settled_trace
+from roundtable.cluster.parallel.settled_trace import is_whole_loss, settled_trace, try_batch
 from roundtable.cluster.parallel.shared_batch_norm import MicroBatch, share_batch_norms
 from roundtable.cluster.parallel.split_attention import split_attention
 from roundtable.cluster.parallel.strategy import Strategy
@@ -103,7 +103,8 @@ def probe_model(
             "computed outside of torch"
         )
     plan = from_task(task, model, traced) or find_tensor_parallel(model, anatomy, traced, told)
-    cost = optimizer_cost(task)
+    cost, work, many = optimizer_cost(task), count_work(task, batch), example_batch(data, _MANY)
+    trial = try_batch(task, traced, model, work.flops, many)
 
     def tried(degree: int) -> str:
         told(f"running one rank's part under tp = {degree}")
@@ -122,11 +123,12 @@ def probe_model(
         cannot_run=_no_runs(task, anatomy, batch, varies) if mode is not None else _VALUES,
         half=in_half(task, batch) if bfloat16 and mode is not None and not cannot_half else None,
         gloo=device == "cpu",
-        work=count_work(task, batch),
+        work=work,
         optimizer=cost.work,
         streamed=count_examples(data) is None,
         lanes=lanes_of(data),
-        whole_loss=is_whole_loss(task, traced, (example_batch(data, _MANY), batch)) or balances_batch(model),
+        whole_loss=bool(trial.whole) or is_whole_loss(task, traced, (many, batch)) or balances_batch(model),
+        evaluations=trial.evaluations,
         varies=varies,
         cannot_half=cannot_half,
         rounded=rounded_by_half(task, example_batch(data, _SPREAD)) if bfloat16 else "",

@@ -320,7 +320,13 @@ class RankTrainer:
         counts = not self.meshes.place("tp")
         place = self.replica
         ranks = RankEvaluation(self.task, share, self.device, counts, place.model_for, place.precision)
-        return ranks.over(data, batch_size, beat)
+        buffers = [(each, each.clone()) for part in place.parts for each in part.buffers()]
+        try:
+            return ranks.over(data, batch_size, beat)
+        finally:
+            # As on one process: what a model keeps of an evaluation is not there in the next round.
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
     def _gradients(
         self, share: Share, taking: AgreedStep, arriving: Prefetched, wishes: Wishes

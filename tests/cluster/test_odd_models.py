@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import CLASSES
 from cluster_plans import plan
 from odd_models import (
+    ByHand,
     Clamped,
+    Counting,
     Furnished,
     Lamb,
     Late,
@@ -22,6 +25,7 @@ from odd_models import (
     Rows,
     RunningMean,
     Speaker,
+    Spread,
     Stepped,
     Words,
     active,
@@ -31,6 +35,7 @@ from odd_models import (
     instance_norm,
     job,
     matrices_alone,
+    measured_twice,
     normed_weight,
     repeated,
     resting,
@@ -77,6 +82,15 @@ def summed(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
 
+def by_class(model: nn.Module, batch: Any) -> Tensor:
+    """Divided by the weights of the classes that are in the batch."""
+    return F.cross_entropy(model(batch[0]), batch[1], torch.arange(1.0, CLASSES + 1, dtype=torch.float64))
+
+
+def of_logits(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0])["logits"], batch[1])
+
+
 def compared(model: nn.Module, batch: Any) -> Tensor:
     rows = F.normalize(model(batch[0]), dim=1)
     return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
@@ -115,6 +129,10 @@ REFUSED: list[tuple[str, Odd, dict[str, Any], str]] = [
     ("sum", Odd(perceptron, summed), {"data_parallel": "zero2"}, WHOLE),
     ("compared", Odd(perceptron, compared), {"data_parallel": "ddp", "micro_batch": 4}, WHOLE),
     ("decayed", Words(Speaker, decayed), {"data_parallel": "zero3"}, r"the loss reads table\.weight while"),
+    ("classes", Odd(perceptron, by_class), {"data_parallel": "ddp"}, WHOLE),
+    ("spread", Odd(Spread, of_logits), {"data_parallel": "zero2"}, WHOLE),
+    ("backward", Odd(ByHand), {"data_parallel": "ddp", "micro_batch": 2}, WHOLE),
+    ("evaluation", Odd(Counting), {"data_parallel": "ddp"}, "an evaluation changes seen and depends on it"),
     ("norms", Words(normalised_embedding), {"data_parallel": "ddp"}, r"writes to 0\.weight"),
     ("clamped copies", Odd(Clamped), {"data_parallel": "zero3"}, r"writes to head\.weight"),
     ("clamped parts", Odd(Clamped), {"micro_batch": 2}, r"changes head\.weight"),
@@ -172,6 +190,12 @@ def test_ranks_have_one_process_s_weights_and_each_other_s() -> None:
     # What Python and NumPy draw is the same in a block that is computed again.
     kept, *again = (weights for weights, _ in first[len(exact) + 1 :])
     assert [all(torch.equal(each[name], kept[name]) for name in kept) for each in again] == [True] * 3
+
+
+def test_what_a_model_counts_in_an_evaluation_is_gone_after_it() -> None:
+    [(losses, left)] = run_ranks(measured_twice, 1)
+    assert losses[0] == losses[1]
+    assert left == 0
 
 
 def test_a_loss_of_the_whole_batch_is_a_micro_batch_s_where_that_is_chosen() -> None:

@@ -173,6 +173,68 @@ class Normed(nn.Module):
         return self.head(F.relu(x) / self.norm.num_features)
 
 
+class Counting(nn.Module):
+    """Divides by how many examples it has seen in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(_ROWS, CLASSES)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.seen += len(x)
+        return self.head(x) / (1 + self.seen)
+
+
+class Spread(nn.Module):
+    """Divides by the spread of the batch that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(_ROWS, CLASSES)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(x / x.std())}
+
+
+class _ByLength(torch.autograd.Function):
+    """Whose gradient is divided by the length of the batch, as one is that somebody averaged by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2 / len(gradient)
+
+
+class ByHand(nn.Module):
+    """Has a function with a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(_ROWS, _ROWS), nn.Linear(_ROWS, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(_ByLength.apply(self.body(x)))
+
+
+def measured_twice(rank: int) -> tuple[list[float], float]:
+    """The losses of two evaluations, and what the model counted in them that is left."""
+    task = Odd(Counting)
+    layout = Layout.of(initial_state(task, 3))
+    strategy = Strategy(micro_batch=4)
+    trainer = RankTrainer(
+        task, job(), layout, strategy, Meshes(strategy.mesh, "cpu"), torch.device("cpu"), "silo"
+    )
+    trainer.load(layout.flatten(initial_state(task, 3)).clone(), {})
+    data, _ = task.data(Site("silo"))
+    losses = [trainer.evaluate(data, 8)["loss"][0] for _ in range(2)]
+    return losses, float(dict(trainer.replica.buffers())["seen"])
+
+
 class Odd(Table):
     """A task with such a model; `loss` may be another."""
 
