@@ -233,8 +233,8 @@ def _whole(
     """Yields those that run a batch as the model's layers want it: some take statistics over all of it."""
     for strategy in strategies:
         reason = refuse_loss(probe, job, strategy)
-        reason = reason or refuse_pieces(probe, strategy, job.algorithm.batch_size)
-        reason = reason or refuse_evaluations(probe, strategy)
+        pieces = refuse_pieces(probe, strategy, job.algorithm.batch_size)
+        reason = reason or pieces or refuse_evaluations(probe, strategy)
         if not reason:
             yield strategy
         elif reason not in reasons:
@@ -249,10 +249,9 @@ def refuse_loss(probe: ModelProbe, job: JobConfig, strategy: Strategy) -> str:
     return (
         "the loss of a batch is not the mean of its examples' losses (a sum, a mean over tokens of which "
         "examples have different numbers, weights of classes that it divides by, a comparison of examples in "
-        "the loss or the model, the balance of experts over all tokens), "
-        "so that the losses of ranks and micro-batches do not make it up; divide by what every example has, "
-        'as rows × length, or set batch_norm = "local" in [cluster.strategy], with which each micro-batch '
-        "has a loss of its own"
+        "the loss or the model, the balance of experts over all tokens), so that the losses of ranks and "
+        "micro-batches do not make it up; divide by what every example has, as rows × length, or set "
+        'batch_norm = "local" in [cluster.strategy], with which each micro-batch has a loss of its own'
     )
 
 
@@ -294,10 +293,8 @@ def refuse_evaluations(probe: ModelProbe, strategy: Strategy) -> str:
     """Why ranks would measure otherwise than one process does; empty where they would not."""
     if not probe.evaluations or strategy.mesh.data == 1 or strategy.batch_norm == "local":
         return ""
-    return (
-        f"an evaluation changes {probe.evaluations} and depends on it, and each rank measures batches of its own; "
-        'leave it as it is in evaluation mode, or set batch_norm = "local" in [cluster.strategy]'
-    )
+    said = f"an evaluation changes {probe.evaluations} and depends on it, and ranks measure each their own"
+    return f'{said} batches: leave it as it is there, or set batch_norm = "local" in [cluster.strategy]'
 
 
 def _no_sequence(probe: ModelProbe, tp: int) -> str:
