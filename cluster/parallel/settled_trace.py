@@ -124,9 +124,9 @@ def try_batch(task: Task, traced: Trace, model: nn.Module, flops: float, batch: 
         return BatchTrial()
     try:
         with quietly():
-            model = initial_state(task, 0)
-            assert isinstance(model, nn.Module)
-            model.eval()
+            made = initial_state(task, 0)
+            assert isinstance(made, nn.Module)
+            model = made.eval()
             losses = [_loss_with(task, model, batch) for _ in range(2)]
             settled = _numbers_of(model)
             losses += [_loss_with(task, model, batch) for _ in range(2)]
