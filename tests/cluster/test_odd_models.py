@@ -331,6 +331,21 @@ def test_what_must_run_at_once_is_not_halved_when_memory_ran_out() -> None:
         lightened(probe, resources, job(), table, links, 1)
 
 
+class InTwoBytes(Odd):
+    """Whose weights, and outputs, have eight bits each."""
+
+    def model(self) -> nn.Module:
+        layers = nn.Linear(12, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)
+        return nn.Sequential(*layers).bfloat16()
+
+
+def test_what_a_model_rounds_is_not_taken_for_a_loss_over_the_batch() -> None:
+    def rounded(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0].bfloat16()), batch[1])
+
+    assert not looked_over(InTwoBytes(nn.Linear, rounded)).whole_loss
+
+
 def hooked() -> nn.Module:
     model = nn.Linear(12, 4)
     model.weight.register_hook(lambda gradient: gradient * 2)
