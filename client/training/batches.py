@@ -18,6 +18,7 @@ from roundtable.client.streams.shares import WHOLE, ReadingShare
 from roundtable.client.streams.stream_parts import batches_in_parts
 from roundtable.client.training.loaders import (
     DrawnByBatch,
+    InitialisedBeneath,
     base_of,
     check_loader,
     collate_of,
@@ -285,8 +286,12 @@ def _loaded(
     if (workers := workers_of(dataset)) and generator is not None:
         seeds.manual_seed(derive_seed(generator.initial_seed(), "workers", epoch))
     source = for_workers(dataset) if workers else base_of(dataset)
+    if seed is not None:
+        source = DrawnByBatch(source, seed)
+        if workers:
+            workers["worker_init_fn"] = InitialisedBeneath(workers["worker_init_fn"])
     loader = DataLoader(
-        source if seed is None else DrawnByBatch(source, seed),
+        source,
         batch_sampler=rows,
         collate_fn=collate_of(dataset),
         generator=seeds,

@@ -18,6 +18,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     default_collate,
+    get_worker_info,
 )
 from typing_extensions import override
 
@@ -88,14 +89,27 @@ class DrawnByBatch(Dataset[Any]):
     """A data set that draws for each batch from a seed of its own, in whichever process it is read."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._seed = seed
 
     def __getitems__(self, rows: list[int]) -> list[Any]:
         with DataRandomness(derive_seed(self._seed, "rows", len(rows), *rows[:1])):
-            if (many := getattr(self._dataset, "__getitems__", None)) is not None:
+            if (many := getattr(self.dataset, "__getitems__", None)) is not None:
                 return list(many(rows))
-            return [self._dataset[row] for row in rows]
+            return [self.dataset[row] for row in rows]
+
+
+class InitialisedBeneath:
+    """A `worker_init_fn` over `DrawnByBatch`: what the worker calls its data set is the loader's own."""
+
+    def __init__(self, own: Callable[[int], None] | None) -> None:
+        self._own = own
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # It lets nobody set it otherwise.
+        if self._own is not None:
+            self._own(worker)
 
 
 def check_loader(data: Any, batch_size: int) -> None:

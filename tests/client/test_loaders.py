@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler, get_worker_info
 from training_processes import ask
 
 from roundtable.client.streams.shares import ReadingShare
@@ -158,6 +158,30 @@ def test_those_who_share_an_evaluation_get_the_batches_and_draws_of_one(argument
     ]
     assert sorted(shared) == alone
     assert len({draw for _, _, draws in alone for draw in draws}) == sum(len(draws) for _, _, draws in alone)
+
+
+class Opened(Dataset[int]):
+    """Whose workers open its file, as torch's documentation shows it."""
+
+    opened = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index + self.opened
+
+
+def _open(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.opened = 10  # type: ignore[attr-defined]
+
+
+def test_a_worker_prepares_the_data_set_that_the_loader_was_made_with() -> None:
+    data = DataLoader(Opened(), batch_size=2, num_workers=1, worker_init_fn=_open)
+    for batches in (ordered_batches(data, 2, seed=7), ordered_batches(data, 2)):
+        assert [batch.data.tolist() for batch in batches] == [[10, 11], [12, 13]]
 
 
 class Secret(Words):
