@@ -58,8 +58,13 @@ def restore(
     manifest, identity = _verified(config, backup, accept_ended)
     target = Path(config.artifacts)
     bucket = Bucket(config.bucket) if config.bucket else None
-    if (target / "coordinator").exists() or any((target / "objects").glob("*/*")):
+    if (target / "coordinator").exists():
         raise StorageError(f"{target} holds artifacts already: restore into an empty folder")
+    if any((objects := target / "objects").glob("*/*")):
+        raise StorageError(
+            f"{objects} holds artifacts, and no coordinator is named beside it, as a restore leaves it that "
+            "was killed: delete that folder, or restore into an empty one"
+        )
     if bucket is not None and not bucket.is_empty():
         raise StorageError(f"{bucket.address} holds something already: restore into an empty bucket")
     make_folders(target)

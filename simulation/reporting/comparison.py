@@ -163,6 +163,8 @@ def open_run(path: AnyPath) -> Run:
     Raises StorageError where there is none.
     """
     path = Path(path)
+    if not (path / "job.json").exists():
+        raise StorageError(f"{path} holds no run: no job.json is in it; name a folder that --run-dir named")
     try:
         job = json.loads((path / "job.json").read_text(encoding="utf-8"))
         lines, left_out = whole_rounds(path)

@@ -106,6 +106,8 @@ def test_a_round_that_a_kill_tore_is_left_out_as_resuming_does(job_file, tmp_pat
     history.write_bytes(lines[0] + lines[1][:99])
     with pytest.raises(StorageError, match="holds no run that can be read"):
         compare([torn])
+    with pytest.raises(StorageError, match="holds no run: no "):
+        compare([torn / "state"])
     shutil.rmtree(torn / "state")
     assert len(compare([torn]).runs[0].history) == 1
 

@@ -27,6 +27,7 @@ export function bestOf(job, settings) {
 /** @param {any} kept a job with its settings */
 export function modelsOf(kept) {
   const { job } = kept;
+  if (!job.model?.digest && !kept.initial_model?.digest) return [h("p", { class: "words" }, "A simulation keeps its models in the folder of --run-dir.")];
   const line = (/** @type {string} */ name, /** @type {any} */ artifact) => artifact?.digest && h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, h("code", {}, artifact.digest)), h("td", { class: "number" }, bytes(artifact.size)));
   return [
     scrolled("Models of the job", h("table", {}, h("caption", {}, "Models of the job, by digest"), h("thead", {}, h("tr", {}, ["Model", "Digest", "Size"].map((text, at) => h("th", { scope: "col", class: at === 2 && "number" }, text)))),

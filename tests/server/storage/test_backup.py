@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -401,3 +402,7 @@ async def test_neither_a_used_database_nor_used_artifacts_are_overwritten(
         restore(config, tmp_path / "backup")
     with pytest.raises(StorageError, match="is not empty"):
         restore(settings(state=str(tmp_path / "old"), artifacts=str(tmp_path / "a")), tmp_path / "backup")
+    # A restore that was killed has no name yet.
+    shutil.copytree(tmp_path / "old" / "artifacts" / "objects", tmp_path / "killed" / "artifacts" / "objects")
+    with pytest.raises(StorageError, match="as a restore leaves it that was killed: delete that folder"):
+        restore(settings(state=str(tmp_path / "killed")), tmp_path / "backup")
