@@ -232,9 +232,8 @@ def _whole(
 ) -> Iterator[Strategy]:
     """Yields those that run a batch as the model's layers want it: some take statistics over all of it."""
     for strategy in strategies:
-        reason = refuse_loss(probe, job, strategy)
-        pieces = refuse_pieces(probe, strategy, job.algorithm.batch_size)
-        reason = reason or pieces or refuse_evaluations(probe, strategy)
+        reason = refuse_pieces(probe, strategy, job.algorithm.batch_size)
+        reason = reason or refuse_loss(probe, job, strategy) or refuse_evaluations(probe, strategy)
         if not reason:
             yield strategy
         elif reason not in reasons:

@@ -51,7 +51,9 @@ async def test_a_round_is_one_trace_and_the_agent_tells_its_figures(
     tracers = {name: Tracer(name, exporter) for name, exporter in exporters.items()}
     plain = Coordinator.__init__
     monkeypatch.setattr(
-        Coordinator, "__init__", lambda self, config: plain(self, config, tracer=tracers["coordinator"])
+        Coordinator,
+        "__init__",
+        lambda self, config, **given: plain(self, config, **given, tracer=tracers["coordinator"]),
     )
     async with federation_of(tmp_path, TASK) as federation:
         configs = [replace(silo(federation, name), metrics="127.0.0.1:0") for name in NAMES]

@@ -63,7 +63,7 @@ def naive(stop: StopTable, told: list[tuple[float | None, float | None]]) -> str
 
 def with_stop(stop: StopTable, keep_best: bool = False) -> JobConfig:
     keep = KeepTable(best=keep_best)
-    return parse_job('task = "t"').model_copy(update={"stop": stop, "keep": keep})
+    return parse_job('task = "t"\nrounds = 12').model_copy(update={"stop": stop, "keep": keep})
 
 
 @given(

@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
         "aggregation": _UNIFORM,
         "cohort": {"size": None},
         "evaluation": _QUIET,
+        "model": {"buffers": "local"},
         "privacy": {"level": "client", **_NOISE},
     },
     "buffered": {"round": {"mode": "buffered", "buffer": 2}, "evaluation": _QUIET},
@@ -42,11 +43,13 @@ CASES: dict[str, dict[str, Any]] = {
         "aggregation": _UNIFORM,
         "round": {"mode": "buffered", "buffer": 3},
         "evaluation": _QUIET,
+        "model": {"buffers": "local"},
         "privacy": {"level": "distributed", **_NOISE},
     },
     "distributed": {
         "aggregation": _UNIFORM,
         "evaluation": _QUIET,
+        "model": {"buffers": "local"},
         "privacy": {"level": "distributed", **_NOISE},
     },
 }

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from cluster_models import Language
-from torch import Tensor
+from torch import Tensor, nn
 
 from roundtable.client.training.local_training import train
 from roundtable.client.training.local_work import Execution, LocalWork, Stopped
@@ -126,9 +127,13 @@ def withdrawn_work(rank: int, case: PrivateCase, step: int) -> tuple[list[int], 
         )
     wished = iter(number >= step for number in range(1, 100))
     evaluated: list[int] = []
-    measure = trainer._measure
-    trainer._measure = lambda *batch: (evaluated.append(1), measure(*batch))[1]  # type: ignore[method-assign]
-    with suppress(Stopped):
+    loss = trainer.task.loss
+
+    def counted(model: nn.Module, batch: Any) -> Tensor:
+        evaluated.append(1)
+        return loss(model, batch)
+
+    with suppress(Stopped), patch.object(trainer.task, "loss", counted):
         trainer.evaluate(test, 4, partial(Wishes(lambda: next(wished)).obey, trainer.device))
     return steps, len(evaluated), len(paid)
 

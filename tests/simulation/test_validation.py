@@ -69,6 +69,6 @@ def test_steps_that_are_corrected_need_all_parameters(algorithm: str, table: str
     own = {"scaffold": "", "feddyn": "alpha = 0.1", "ditto": "pull = 0.5"}[algorithm]
     place = world(Perceptron(), f'name = "{algorithm}"\nsteps = 2\n{own}', f'{table} = ["4.*"]')
     with pytest.raises(ConfigError, match=rf"{algorithm}.*'4\.weight'"):
-        check_task_with(place.algorithm, place.task, place.layout)
+        check_task_with(place.job, place.algorithm, place.task, place.layout)
     whole = world(Perceptron(), f'name = "{algorithm}"\nsteps = 2\n{own}')
-    check_task_with(whole.algorithm, whole.task, whole.layout)
+    check_task_with(whole.job, whole.algorithm, whole.task, whole.layout)
