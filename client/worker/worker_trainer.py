@@ -78,21 +78,22 @@ class WorkerTrainer:
             return
         if allowed:
             child.go_ahead(done)
-            await self._while_let(done, ahead)
+            why = await self._while_let(ahead)
             child.rest()
+            if why:
+                _log.warning("%s, round %d: is not trained ahead any more: %s", done.job, done.round + 1, why)
 
-    async def _while_let(self, done: Order, ahead: Ahead) -> None:
-        """Returns once the silo takes no more rounds, or lets the job in no longer."""
-        why = "the silo does not let the job in any more"
+    async def _while_let(self, ahead: Ahead) -> str:
+        """Returns once the silo takes no more rounds, with "", or lets the job in no longer: why."""
         try:
             while ahead.still():
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_SECONDS):
                         await ahead.no_more.wait()
-                        return
+                        return ""
         except (RoundtableError, OSError) as error:
-            why = str(error)
-        _log.warning("%s, round %d: is not trained ahead any more: %s", done.job, done.round + 1, why)
+            return str(error)
+        return "the silo does not let the job in any more"
 
     async def check(self, work: StepWork) -> None:
         """See Trainer."""

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -281,6 +282,7 @@ class Pipeline:
             outputs[index] = tree_map_only(Tensor, Tensor.detach, output)
             return torch.zeros((), device=self._device)
 
+        self._infer_together(len(outputs), inputs)
         with torch.no_grad():
             self._run([inputs] * len(outputs), note, [])
         return LastOutput(outputs[0], inputs) if self.last else None
@@ -315,9 +317,22 @@ class Pipeline:
         seed_all(derive_seed(self._seed, "stage", stage, int(named.pop("place"))), self._device)
         return inputs, named
 
+    def _infer_together(self, count: int, inputs: tuple[Any, ...]) -> None:
+        """Has all ranks run the pass that tells shapes where one does: experts and shards exchange within it,
+        and in an evaluation data ranks have batches of different lengths. Collective."""
+        key = self._key(count, inputs, False)
+        unknown = torch.tensor(float(key not in self._schedules), device=self._device)
+        dist.all_reduce(unknown)
+        if unknown:
+            self._schedules.pop(key, None)
+
+    @staticmethod
+    def _key(count: int, inputs: tuple[Any, ...], backward: bool) -> tuple[Any, ...]:
+        return (count, backward, *(tuple(value.shape) for value in inputs))
+
     def _schedule(self, count: int, inputs: tuple[Any, ...], backward: bool) -> _Schedule:
         """One for each shape of micro-batches: stages remember the shapes that they exchange."""
-        key = (count, backward, *(tuple(value.shape) for value in inputs))
+        key = self._key(count, inputs, backward)
         if key not in self._schedules:
             total = self._size * len(self._stages)
             stages = [
