@@ -134,6 +134,10 @@ def diversity(
     return chosen
 
 
+_SHOWN_KEYS = 10
+"""Of labels that silos declare, in a reason: there may be a hundred of each silo."""
+
+
 def undeclared(cohort: CohortTable, declared: Iterable[Mapping[str, str]]) -> str | None:
     """Why silos that declare this cannot be balanced by the cohort's label; None where one declares it."""
     if cohort.label is None:
@@ -143,7 +147,9 @@ def undeclared(cohort: CohortTable, declared: Iterable[Mapping[str, str]]) -> st
         if metadata.get(cohort.label):
             return None
         keys.update(metadata)
-    said = f"they declare {', '.join(map(repr, sorted(keys)))}" if keys else "they declare nothing"
+    more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
+    shown = ", ".join(map(repr, sorted(keys)[:_SHOWN_KEYS]))
+    said = f"they declare {shown}{more}" if keys else "they declare nothing"
     return (
         f"cohort.label = {cohort.label!r}: no silo declares it ({said}); name a label that silos have in "
         "[metadata] of their agent.toml, or have them declare this one"

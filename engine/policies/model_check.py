@@ -19,6 +19,9 @@ from roundtable.engine import messages as m
 from roundtable.engine.context import JobContext
 from roundtable.engine.selection import least_for_selection, quorum
 
+_SHOWN = 5
+"""Silos that a reason names; each is an event of its own."""
+
 Stop = Callable[[m.JobStatus, str, float], None]
 
 
@@ -104,7 +107,9 @@ class ModelCheck:
         least = quorum(cohort, min(cohort.size or wanted, wanted))
         if apart and len(others) < max(least, least_for_selection(cohort, True, self._population)):
             known = is_told(self._job.privacy, Tells.COHORT, Tells.UPDATE)
-            said = "; ".join(f"{name}: {each.detail}" for name, each in sorted(apart.items()))
+            first = sorted(apart.items())[:_SHOWN]
+            said = "; ".join(f"{name}: {each.detail}" for name, each in first)
+            said += f"; and {len(apart) - _SHOWN} more silos" if len(apart) > _SHOWN else ""
             reason = f"round {attempt.round} does not begin before a silo has the job's model: "
             self._stop("paused", reason + (said if known else IN_THE_LOG), now)
             return

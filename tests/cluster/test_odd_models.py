@@ -352,10 +352,6 @@ def hooked() -> nn.Module:
     return model
 
 
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 4))
-
-
 class Stale(nn.Linear):
     def __init__(self, view: Callable[[Any], Any]) -> None:
         super().__init__(12, 4, dtype=torch.float64)

@@ -15,6 +15,7 @@ from roundtable.core.job_tables.cohort_table import CohortTable
 from roundtable.engine import STRATEGIES, Candidate, NumberedClients, NumberedNames
 from roundtable.engine.diverse_groups import direction_text, histogram
 from roundtable.engine.messages import ClientInfo
+from roundtable.engine.selection import undeclared
 
 NAMES = ["a", "b", "c", "d"]
 PLAIN = CohortTable()
@@ -200,3 +201,13 @@ def test_what_one_client_makes_up_of_itself_hides_no_other(loss: float) -> None:
     # Who has not said counts as the others do, and not as what `d` says.
     counts = draw("data_size", 2, 3000, a=known["a"], b=known["b"], d=liar)
     assert min(counts[(n, "d")] for n in "abc") > 800
+
+
+def test_a_label_that_nobody_declares_is_told_with_a_few_of_those_that_are() -> None:
+    """Silos may declare a hundred each: a reason does not grow with them."""
+    cohort = CohortTable(strategy="diversity", label="site")
+    told = undeclared(cohort, [{f"key-{number:04d}": "a"} for number in range(5000)])
+    assert told is not None
+    assert "'key-0009' and 4990 more" in told
+    assert len(told) < 400
+    assert undeclared(cohort, [{"other": "a"}, {"site": "b"}]) is None
