@@ -34,11 +34,11 @@ class Workers:
 
     def read(self, dataset: Any, seed: int) -> Iterator[Any]:
         """What the workers' copies of an iterable data set give, in turn, item by item."""
-        return _told(
+        return told(
             DataLoader(
                 _Guarded(dataset),
                 batch_size=None,
-                collate_fn=_as_it_is,
+                collate_fn=as_it_is,
                 num_workers=self.count,
                 prefetch_factor=self.prefetch,
                 worker_init_fn=self.prepare,
@@ -49,7 +49,7 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class _Problem:
+class ReadingProblem:
     """An error of a worker: what of it may leave the silo, and its traceback for the silo's log.
 
     `starved`: it was for want of memory.
@@ -59,6 +59,21 @@ class _Problem:
     words: str
     trace: str
     starved: bool = False
+
+    @classmethod
+    def of(cls, error: Exception) -> ReadingProblem:
+        """What is told of an error that was caught while a data set was read."""
+        starved = diagnose(error).kind == "out_of_memory"
+        words = str(error)
+        if not isinstance(error, RoundtableError):
+            frames = foreign_frames(error)
+            place = f" in {frames[-1].place}()" if frames else ""
+            words = (
+                f"the task's code raised {type(error).__name__}{place} while it read the training data "
+                "(the silo's log has the details)"
+            )
+        trace = "".join(traceback.format_exception(error))
+        return cls(isinstance(error, NoExamples), words, trace, starved)
 
 
 class _Guarded(IterableDataset[Any]):
@@ -75,27 +90,18 @@ class _Guarded(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from self._dataset
-        except RoundtableError as error:
-            starved = diagnose(error).kind == "out_of_memory"
-            yield _Problem(isinstance(error, NoExamples), str(error), traceback.format_exc(), starved)
         except Exception as error:  # noqa: BLE001 - a task is foreign code
-            frames = foreign_frames(error)
-            place = f" in {frames[-1].place}()" if frames else ""
-            words = f"the task's code raised {type(error).__name__}{place} while it read the training data"
-            starved = diagnose(error).kind == "out_of_memory"
-            yield _Problem(
-                False, f"{words} (the silo's log has the details)", traceback.format_exc(), starved
-            )
+            yield ReadingProblem.of(error)
 
 
 def _guarded(first: FilesFirst, dataset: Iterable[Any]) -> _Guarded:
     return _Guarded(dataset)
 
 
-def _told(items: Iterable[Any]) -> Iterator[Any]:
+def told(items: Iterable[Any]) -> Iterator[Any]:
     """The items; raises what a worker met with."""
     for item in items:
-        if isinstance(item, _Problem):
+        if isinstance(item, ReadingProblem):
             error = NoExamples(item.words) if item.empty else TaskError(item.words)
             error.add_note(item.trace)
             # The exception itself stays in the worker: torch would put its words into the message.
@@ -103,5 +109,6 @@ def _told(items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-def _as_it_is(item: Any) -> Any:
+def as_it_is(item: Any) -> Any:
+    """No collation."""
     return item

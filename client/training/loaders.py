@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +25,9 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from roundtable.client.streams.random_state import DataRandomness
+from roundtable.client.streams.workers import ReadingProblem, as_it_is, told
 from roundtable.core.errors import TaskError
+from roundtable.core.machine.process_facts import die_with_parent
 from roundtable.core.plugins.folder_imports import FilesFirst
 from roundtable.core.seeds import derive_seed, isolated_randomness
 
@@ -100,16 +104,83 @@ class DrawnByBatch(Dataset[Any]):
 
 
 class InitialisedBeneath:
-    """A `worker_init_fn` over `DrawnByBatch`: what the worker calls its data set is the loader's own."""
+    """A `worker_init_fn` over a data set of ours: what the worker calls its data set is the loader's own.
+
+    The worker ends with the process that trains, where that is its parent: at once, also in an example.
+    """
 
     def __init__(self, own: Callable[[int], None] | None) -> None:
         self._own = own
+        self._training = os.getpid()
 
     def __call__(self, worker: int) -> None:
+        if os.getppid() == self._training:
+            die_with_parent(self._training)
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # It lets nobody set it otherwise.
         if self._own is not None:
             self._own(worker)
+
+
+@dataclass(frozen=True)
+class WantedRows:
+    """The rows of a step's batches, and the seed of what the data set draws while they are read."""
+
+    batches: Sequence[Sequence[int]]
+    seed: int
+
+
+def read_rows(dataset: Any, collate: Collate, rows: Iterable[int]) -> Any:
+    """These rows of a map-style data set as one batch. Errors of a row go on, with a note of which it was."""
+    examples = []
+    for row in rows:
+        try:
+            examples.append(dataset[row])
+        except Exception as error:
+            error.add_note(f"Example {row} of the training data was being read.")
+            raise
+    return collate(examples)
+
+
+class _StepReader(Dataset[Any]):
+    """Gives the batches of a step as one item, or the problem that there was."""
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self.dataset = dataset
+        self._collate = collate
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., _StepReader], tuple[FilesFirst, Any, Collate]]:
+        return _step_reader, (FilesFirst(), self.dataset, self._collate)
+
+    @override
+    def __getitem__(self, wanted: WantedRows) -> list[Any] | ReadingProblem:
+        try:
+            with isolated_randomness(wanted.seed, _CPU):
+                return [read_rows(self.dataset, self._collate, rows) for rows in wanted.batches]
+        except Exception as error:  # noqa: BLE001 - a task is foreign code
+            return ReadingProblem.of(error)
+
+
+def _step_reader(first: FilesFirst, dataset: Any, collate: Collate) -> _StepReader:
+    return _StepReader(dataset, collate)
+
+
+def read_ahead(loader: DataLoader[Any], wanted: Iterable[WantedRows], seed: int) -> Generator[list[Any]]:
+    """The batches of each step in turn, read by the loader's processes, which end with the iterator.
+
+    `wanted` is asked for as many steps ahead as the processes read. `seed` is that of a process itself.
+    Raises TaskError for what the data set raised.
+    """
+    steps: DataLoader[Any] = DataLoader(
+        _StepReader(base_of(loader), collate_of(loader)),
+        batch_size=None,
+        sampler=wanted,
+        collate_fn=as_it_is,
+        generator=torch.Generator().manual_seed(seed),
+        **{**workers_of(loader), "worker_init_fn": InitialisedBeneath(loader.worker_init_fn)},
+    )
+    yield from told(steps)
 
 
 def check_loader(data: Any, batch_size: int) -> None:

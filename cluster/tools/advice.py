@@ -83,9 +83,8 @@ RULES = (
         "data",
         lambda s: s.waiting > WAITING,
         lambda s: f"{s.waiting:.0%} of a step is waiting for data",
-        "read ahead: a DataLoader with num_workers and prefetch_factor from the task's data, over a stream "
-        "(rt.TarShards) where ranks read it, as they gather examples of other data sets themselves; or "
-        "decode less for each example, or store examples decoded",
+        "read ahead: a DataLoader with num_workers and prefetch_factor from the task's data; or decode less "
+        "for each example, or store examples decoded",
     ),
     AdviceRule(
         "data",

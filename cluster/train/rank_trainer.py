@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -47,13 +48,13 @@ from roundtable.cluster.train.prefetch import Prefetched
 from roundtable.cluster.train.replica import Replica
 from roundtable.cluster.train.round_course import RoundCourse, StepTimes
 from roundtable.cluster.train.round_reports import RoundProgress, StepReport, Watch, Wishes, most_memory
-from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharing
+from roundtable.cluster.train.shared_batches import Share, SharedBatches, Sharing, step_seed
 from roundtable.cluster.train.streams import StreamedBatches
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, InvalidUpdate
 from roundtable.core.layout import Layout
-from roundtable.core.seeds import derive_seed, isolated_randomness
+from roundtable.core.seeds import isolated_randomness
 from roundtable.core.task import Task
 
 
@@ -201,34 +202,36 @@ class RankTrainer:
         if self.peers is not None:
             self.peers.meet(self._state(batches, done))
         step = batches.position
-        arriving = Prefetched(iter(batches), self.device, partial(self._randomness, round, "data"), step)
         pending: tuple[PendingFigures, StepTimes] | None = None
-        ended = time.perf_counter()
-        while (share := arriving.take()) is not None:
-            step += 1
-            arrived = time.perf_counter()
-            self.replica.begin_step((self.job.seed, round, self.client, "gradients", step))
-            with self._randomness(round, "training", step), self.sampler.step():
-                told = self._gradients(share, taking, arriving, wishes)
-                found = None if lags else told.read()
-                if found is None or course.allows(step, found):
-                    schedule.before(step)
-                    # Of replicas that train apart, one without examples has no gradient to step by.
-                    if share.together or self.outer is None:
-                        taking.take(ask=lags)
-            if self.outer and (step % self.strategy.local_steps == 0 or step == batches.steps):
-                self.outer.meet()
-            rate = self.optimizer.param_groups[0]["lr"]
-            present = StepTimes(step, told.total, rate, ended, arrived)
-            if found is not None:
-                course.note(found, present)
-                if self.peers is not None:
-                    self.peers.settle(self._state(batches, done))
-            else:
-                # The figures of the step before are there by now, while this one's kernels run.
-                self._catch_up(course, pending)
-                pending = told, present
+        # However the round ends, so do processes that read ahead.
+        with closing(iter(batches)) as shares:
+            arriving = Prefetched(shares, self.device, partial(self._randomness, round, "data"), step)
             ended = time.perf_counter()
+            while (share := arriving.take()) is not None:
+                step += 1
+                arrived = time.perf_counter()
+                self.replica.begin_step((self.job.seed, round, self.client, "gradients", step))
+                with self._randomness(round, "training", step), self.sampler.step():
+                    told = self._gradients(share, taking, arriving, wishes)
+                    found = None if lags else told.read()
+                    if found is None or course.allows(step, found):
+                        schedule.before(step)
+                        # Of replicas that train apart, one without examples has no gradient to step by.
+                        if share.together or self.outer is None:
+                            taking.take(ask=lags)
+                if self.outer and (step % self.strategy.local_steps == 0 or step == batches.steps):
+                    self.outer.meet()
+                rate = self.optimizer.param_groups[0]["lr"]
+                present = StepTimes(step, told.total, rate, ended, arrived)
+                if found is not None:
+                    course.note(found, present)
+                    if self.peers is not None:
+                        self.peers.settle(self._state(batches, done))
+                else:
+                    # The figures of the step before are there by now, while this one's kernels run.
+                    self._catch_up(course, pending)
+                    pending = told, present
+                ended = time.perf_counter()
         self._catch_up(course, pending)
         self.finish()
 
@@ -369,5 +372,6 @@ class RankTrainer:
     def _randomness(self, round: int, purpose: str, step: int) -> Any:
         """Seeds a step: alike on ranks with the same examples, and when the step is done again."""
         first = 0 if self.peers is None else self.peers.place * self.strategy.mesh.data
-        path: Sequence[str | int] = (round, self.client, purpose, step, first + self.meshes.data_rank)
-        return isolated_randomness(derive_seed(self.job.seed, *path), self.device)
+        stream = self.job.seed, round, self.client
+        seed = step_seed(stream, purpose, step, first + self.meshes.data_rank)
+        return isolated_randomness(seed, self.device)

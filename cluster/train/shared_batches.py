@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from roundtable.client.training.batches import as_tensors, batches_of, count_examples, training_orders
-from roundtable.client.training.loaders import base_of, check_loader, collate_of, drops_last
+from roundtable.client.training.loaders import (
+    WantedRows,
+    base_of,
+    check_loader,
+    collate_of,
+    drops_last,
+    read_ahead,
+    read_rows,
+)
 from roundtable.cluster.stepping.rank_shares import cut_by_shares
-from roundtable.core.seeds import torch_generator
+from roundtable.core.seeds import derive_seed, torch_generator
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,7 @@ class SharedBatches:
         self._dataset = dataset
         self._sharing = self._own = sharing
         self._batch_size = batch_size
+        self._stream = stream
         own = epochs * batches_of(self.examples, batch_size, drop_last=drops_last(dataset))
         self.steps = own if steps is None else steps
         self.position = 0
@@ -90,23 +103,49 @@ class SharedBatches:
     def place(self, step: int, group: dist.ProcessGroup | None) -> None:
         """Rounds begin anew with such data: nothing but the step has to be known."""
 
-    def __iter__(self) -> Iterator[Share]:
-        """Yields the steps that are left."""
-        skip = self.position
-        for rows in self._rows():
-            if skip:
-                skip -= 1
-                continue
-            share = self._share(rows)
+    def __iter__(self) -> Generator[Share]:
+        """Yields the steps that are left; processes that read ahead end with the generator."""
+        left = islice(self._rows(), self.position, None)
+        if isinstance(self._dataset, DataLoader) and self._dataset.num_workers:
+            yield from self._ahead(self._dataset, left)
+            return
+        for rows in left:
+            cut = self._cut(rows)
+            batches = [gather(self._dataset, part) for part, _ in cut.parts]
             self.position += 1
-            yield share
+            yield cut.share(batches)
+
+    def _ahead(self, loader: DataLoader[Any], left: Iterator[Tensor]) -> Iterator[Share]:
+        """The steps as the loader's processes read them, which begin anew where they are shared otherwise."""
+        asked: deque[tuple[Tensor, _Cut]] = deque()
+        while True:
+            sharing = self._sharing
+            left = chain([rows for rows, _ in asked], left)
+            asked.clear()
+            seed = derive_seed(*self._stream, "workers", self.position)
+            with closing(read_ahead(loader, self._wanted(left, asked), seed)) as read:
+                for batches in read:
+                    _, cut = asked.popleft()
+                    self.position += 1
+                    yield cut.share(batches)
+                    if self._sharing is not sharing:
+                        break
+                else:
+                    return
+
+    def _wanted(self, left: Iterator[Tensor], asked: deque[tuple[Tensor, _Cut]]) -> Iterator[WantedRows]:
+        for step, rows in enumerate(left, self.position + 1):
+            cut = self._cut(rows)
+            asked.append((rows, cut))
+            seed = step_seed(self._stream, "data", step, self._sharing.rank)
+            yield WantedRows([part.tolist() for part, _ in cut.parts], seed)
 
     def _rows(self) -> Iterator[Tensor]:
         """Yields the row numbers of each step, as one process would take them."""
         for order in self._orders:
             yield from torch.split(order, self._batch_size)
 
-    def _share(self, rows: Tensor) -> Share:
+    def _cut(self, rows: Tensor) -> _Cut:
         sharing = self._sharing
         if sharing.shares is not None:
             parts: Sequence[Tensor] = torch.split(rows, cut_by_shares(len(rows), sharing.shares))
@@ -120,8 +159,23 @@ class SharedBatches:
             cut = _equal(own, rows, sharing, {len(part) for part in parts})
         else:
             cut = _ragged(own, rows, sharing, most)
-        batches = [gather(self._dataset, part) for part, _ in cut]
-        return Share(batches, [size for _, size in cut], len(rows), together)
+        return _Cut(cut, len(rows), together)
+
+
+class _Cut(NamedTuple):
+    """A step's micro-batches of a rank as (rows, size), and the counts of its `Share`."""
+
+    parts: list[tuple[Tensor, int]]
+    total: int
+    together: int
+
+    def share(self, batches: list[Any]) -> Share:
+        return Share(batches, [size for _, size in self.parts], self.total, self.together)
+
+
+def step_seed(stream: tuple[int, int, str], purpose: str, step: int, rank: int) -> int:
+    """The seed of a rank's step: alike on ranks with the same examples, and when the step is done again."""
+    return derive_seed(*stream, purpose, step, rank)
 
 
 def _ragged(own: Tensor, rows: Tensor, sharing: Sharing, most: int) -> list[tuple[Tensor, int]]:
@@ -156,4 +210,4 @@ def gather(dataset: Any, rows: Tensor) -> Any:
     if tensors is not None:
         return tuple(tensor.index_select(0, rows) for tensor in tensors)
     base = base_of(dataset)
-    return collate_of(dataset)([base[int(row)] for row in rows])
+    return read_rows(base, collate_of(dataset), rows.tolist())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -70,7 +70,7 @@ class StreamedBatches:
         places = [json.loads(text) for text in gather_text(own, group)]
         return None if places[0] is None else merged(places)
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Generator[Share]:
         """Yields the steps that are left."""
         share = ReadingShare(self._sharing.rank, self._sharing.ranks)
         reader = make_reader(self._dataset, self._seed, self._places[self.position], share)
