@@ -16,17 +16,18 @@ _PREFIX = "optimizer/"
 def state_tensors(optimizer: Any, module: nn.Module) -> dict[str, Tensor]:
     """Copies, on CPU, of the state of every parameter, under `optimizer/<parameter>/<what>`.
 
-    Raises TaskError for an optimizer that keeps something else than tensors.
+    Raises TaskError for an optimizer that keeps something else than tensors, or tensors of a kind of its own,
+    as torchao's 8-bit ones do: a file has no place for these.
     """
     found = {}
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is None:
                 continue
-            if not isinstance(value, Tensor):
+            if type(value) not in (Tensor, nn.Parameter):
                 raise TaskError(
                     f"{type(optimizer).__name__} keeps {key!r} of a parameter as {type(value).__name__}, and "
-                    'only tensors go from round to round: set [algorithm] optimizer_state = "drop"'
+                    'only plain tensors go from round to round: set [algorithm] optimizer_state = "drop"'
                 )
             found[f"{_PREFIX}{name}/{key}"] = value.detach().to("cpu", copy=True)
     return found

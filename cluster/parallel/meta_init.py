@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -30,6 +31,7 @@ def without_weights(seed: int = 0, *, of_torch: int | None = None) -> Iterator[N
     known = WeakIdKeyDictionary()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        _refuse_lazy(type(module).__name__, parameter)
         if parameter is not None and not parameter.is_meta:
             if parameter not in known:
                 known[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -54,7 +56,16 @@ def model_on_meta(task: Task, seed: int = 0) -> nn.Module:
     as one process does: with hooks of their own, or sparse.
     """
     with without_weights(derive_seed(seed, "model")):
-        model = task.model()
+        try:
+            model = task.model()
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            said = str(error).splitlines()[0][:200]
+            raise TaskError(
+                f"{type(task).__name__}.model() computes with values of weights, which have none yet where a "
+                f"cluster makes it ({said}); {_OF_SHAPES}"
+            ) from error
     _check_kind(task, model)
     # As for training: a model's own train() may keep some of its layers in evaluation.
     model.train()
@@ -65,6 +76,21 @@ def model_on_meta(task: Task, seed: int = 0) -> nn.Module:
         if first != name:
             raise shared_memory(first, name)
     return model
+
+
+# Who parametrizes a layer does not know what its values are needed for.
+_OF_SHAPES = (
+    "make it of shapes alone, and leave values to what is loaded (torch's orthogonal, which completes a "
+    'weight to a matrix: orthogonal_map = "householder" and use_trivialization = False)'
+)
+
+
+def _refuse_lazy(kind: str, tensor: Tensor | None) -> None:
+    if tensor is not None and is_lazy(tensor):
+        raise TaskError(
+            f"model() makes a {kind}, whose shape follows from the first batch, and a cluster shares a model "
+            "out by its shapes before there is one; state its input size (nn.Linear for nn.LazyLinear)"
+        )
 
 
 _PLAIN = frozenset(vars(nn.Module()))
@@ -93,6 +119,9 @@ def _check_kind(task: Task, model: object) -> None:
         raise TaskError(
             f"{type(task).__name__}.model() returned a {type(model).__name__}; a cluster trains an nn.Module"
         )
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            _refuse_lazy(type(module).__name__, tensor)
     if (name := hooked_parameter(model)) is not None:
         raise TaskError(
             f"{name} has a hook on its gradient, and a cluster makes parameters anew, without it: "
@@ -143,7 +172,7 @@ def check_same_tensors(made: Iterable[str], real: Iterable[str]) -> None:
     if odd := min(here.symmetric_difference(real), default=None):
         raise TaskError(
             f"model() makes {odd} {'only' if odd in here else 'not'} where weights have no values yet, as on "
-            "a cluster's ranks; make it of shapes alone, and leave values to what is loaded"
+            f"a cluster's ranks; {_OF_SHAPES}"
         )
 
 

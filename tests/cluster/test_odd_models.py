@@ -312,9 +312,22 @@ def test_whose_random_numbers_nobody_can_draw_again_are_refused() -> None:
     assert planned(Odd(lambda: MadeAnew(12, 4)), data_parallel="ddp").mesh.dp == 2
 
 
-def test_a_tensor_that_is_missing_where_weights_have_no_values_is_named() -> None:
+def orthogonal(size: int, **options: Any) -> Callable[[], nn.Module]:
+    made = nn.utils.parametrizations.orthogonal
+    return lambda: nn.Sequential(made(nn.Linear(12, size), **options), nn.Linear(size, 4))
+
+
+def test_what_has_no_shape_or_needs_values_to_be_made_is_told_with_its_remedy() -> None:
     with pytest.raises(TaskError, match=r"makes 0\.parametrizations\.weight\.0\.base not where weights"):
-        looked_over(Odd(lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(12, 4)))))
+        looked_over(Odd(orthogonal(4)))
+    with pytest.raises(TaskError, match=r"model\(\) computes with values of weights.*householder"):
+        looked_over(Odd(orthogonal(12)))
+    told = {"orthogonal_map": "householder", "use_trivialization": False}
+    assert planned(Odd(orthogonal(12, **told)), data_parallel="zero3").mesh.fsdp == 2
+    with pytest.raises(TaskError, match=r"makes a LazyLinear, whose shape follows.*its input size"):
+        looked_over(Odd(lambda: nn.LazyLinear(4)))
+    with pytest.raises(TaskError, match="makes a LazyBatchNorm1d, whose"):
+        looked_over(Odd(lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(12, 4))))
 
 
 def test_layers_whose_weights_are_computed_are_planned_and_stay_whole() -> None:
