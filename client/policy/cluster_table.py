@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
 
 from roundtable.client.policy.gradient_reduction import canonical_reduction
+from roundtable.core.config import TrackingTable
 from roundtable.core.errors import ConfigError
 from roundtable.core.hooks.node_pool import PoolTable
 from roundtable.core.quantities import parse_size
@@ -193,6 +194,10 @@ class ClusterTable(Table):
     keep: int = Field(2, ge=1, description="checkpoints of a job that are kept")
     pool: NodePoolTable | None = Field(
         None, description="a command that starts the nodes when there is work, and ends them afterwards"
+    )
+    tracking: TrackingTable = Field(
+        default_factory=TrackingTable,
+        description="each step's figures, below the agent's state folder; they stay at the silo",
     )
     strategy: StrategyTable = Field(default_factory=StrategyTable)
 

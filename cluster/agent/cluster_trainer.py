@@ -17,7 +17,7 @@ from typing import Any
 from roundtable.client.durable_files import write_file
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.trainer import Figures, ProgressListener, StepWork, TrainedUpdate, its_turn
+from roundtable.client.trainer import ProgressListener, StepWork, TrainedUpdate, its_turn
 from roundtable.client.training.metrics import Metrics
 from roundtable.client.worker.executor import Settings
 from roundtable.client.worker.own_model import forget_unused
@@ -41,6 +41,7 @@ from roundtable.cluster.agent.rank_group import RankGroup
 from roundtable.cluster.agent.replica_groups import AllLost, ReplicaGroups
 from roundtable.cluster.agent.replica_starts import ReplicaStarts
 from roundtable.cluster.agent.shaped_updates import known_to_ranks, shaped_update
+from roundtable.cluster.agent.step_tracking import StepTracking
 from roundtable.cluster.plan.resources import Resources, allowed_resources
 from roundtable.cluster.train.checkpoint_places import mirrors, remove_checkpoints
 from roundtable.cluster.train.fellow_replicas import PLACES
@@ -95,6 +96,7 @@ class ClusterTrainer:
         self._nodes: NodeStarts | None = None
         if table.pool is not None:
             self._nodes = NodeStarts(table.pool, table.nodes, lambda: self._called_by_ranks)
+        self._tracking = StepTracking(table.tracking, config.state)
         self.groups: ReplicaGroups | None = None
         if table.elastic == "replica":
             starts = ReplicaStarts(config, self._folder, self.launcher, self._find, self._leave_settings)
@@ -103,6 +105,7 @@ class ClusterTrainer:
     async def start(self) -> None:
         """Listens for rank 0; the ranks start with the first order, when there is a job to plan for."""
         check_interface(self._table.interface)
+        self._tracking.check()
         # What cannot be used is said now, and not in the middle of a round.
         mirrors(self._table, "")
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -117,16 +120,7 @@ class ClusterTrainer:
 
     async def train(self, work: StepWork, progress: ProgressListener) -> TrainedUpdate:
         """See Trainer."""
-        told = False
-
-        def seen(done: int, total: int, loss: float, figures: Figures | None = None) -> None:
-            # With its first step the group has its plan.
-            nonlocal told
-            if not told and (setup := left_plan(self._folder)) is not None:
-                work.set_up(setup)
-            told = True
-            progress(done, total, loss, figures)
-
+        seen = self._tracking.heard(work, progress, partial(left_plan, self._folder))
         asked = partial(self._do, "train", progress=seen)
         async with self._at_work(work):
             return await shaped_update(self._config, self._settings, work, asked)
@@ -148,6 +142,7 @@ class ClusterTrainer:
 
     async def _release(self, job: str) -> None:
         async with self._turn:
+            self._tracking.close(job)
             if job == self._job:
                 if self._table.launch == "torchrun":
                     await self._end()
@@ -158,6 +153,7 @@ class ClusterTrainer:
     async def close(self) -> None:
         """See Trainer."""
         await asyncio.gather(*self._releasing)
+        self._tracking.close()
         if self._nodes is not None:
             await self._nodes.close()
         await self._end()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from roundtable.core.config import TrackingTable
-from roundtable.core.errors import ConfigError, ResourceError, StorageError
+from roundtable.core.errors import ConfigError, ResourceError, RoundtableError, StorageError
 
 _HIDDEN_NAMES = ("round", "attempt")
 
@@ -27,6 +29,7 @@ class TrackedRun:
     """What a tracker calls a run: `key` finds it again, `name` is for people, `job` groups runs.
 
     `goes_on`: what an earlier process wrote of it stays, or it begins anew in the place of one of that name.
+    `always` is a figure that each of its rows has.
     """
 
     job: str
@@ -34,6 +37,7 @@ class TrackedRun:
     key: str
     settings: Mapping[str, Any]
     goes_on: bool = True
+    always: str = "clients"
 
 
 class Tracker(Protocol):
@@ -54,11 +58,20 @@ class Trackers:
     """All that a job asks for. None of them ever raises here; `complain` hears why one was given up."""
 
     def __init__(
-        self, table: TrackingTable, folder: Path, run: TrackedRun, complain: Callable[[str], None]
+        self,
+        table: TrackingTable,
+        folder: Path,
+        run: TrackedRun,
+        complain: Callable[[str], None],
+        key: str = "tracking",
     ) -> None:
-        """Raises ResourceError, naming the extra, for a tool that is not installed, and StorageError for
-        a place that cannot be used."""
+        """`key` is the table's in a file of users.
+
+        Raises ResourceError, naming the extra, for a tool that is not installed, and StorageError for a place
+        that cannot be used.
+        """
         self._complain = complain
+        self._key = key
         self._open = {name: make(value, folder, run) for name, value, make in _wanted(table)}
 
     def log(self, round: int, figures: Mapping[str, float | None]) -> None:
@@ -83,22 +96,75 @@ class Trackers:
             yield
         except StorageError as error:
             self._open.pop(name, None)
-            self._complain(f"tracking.{name} is given up: {error}")
+            self._complain(f"{self._key}.{name} is given up: {error}")
 
 
-def check_trackers(table: TrackingTable) -> None:
+class BackgroundTrackers:
+    """Trackers in a thread of their own: a slow disk or server holds up nobody. No method raises.
+
+    With `most`, what comes faster than it is written is left out while so many rows wait.
+    """
+
+    def __init__(
+        self,
+        table: TrackingTable,
+        folder: Path,
+        run: TrackedRun,
+        complain: Callable[[str], None],
+        key: str = "tracking",
+        *,
+        most: int | None = None,
+    ) -> None:
+        self._complain = complain
+        self._free = None if most is None else threading.Semaphore(most)
+        self._full = False
+        self._trackers: Trackers | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tracking-{run.key}")
+        self._thread.submit(self._begin, table, folder, run, key)
+
+    def log(self, row: int, figures: Mapping[str, float | None]) -> None:
+        """Hands on a row. Returns at once."""
+        if self._free is None or self._free.acquire(blocking=False):
+            self._thread.submit(self._log, row, figures)
+        elif not self._full:
+            self._full = True
+            self._complain("figures come faster than trackers write them: some are left out")
+
+    def close(self, finished: bool) -> None:
+        """Ends tracking. Returns at once; what was logged before is still written."""
+        self._thread.submit(self._close, finished)
+        self._thread.shutdown(wait=False)
+
+    def _begin(self, table: TrackingTable, folder: Path, run: TrackedRun, key: str) -> None:
+        try:
+            self._trackers = Trackers(table, folder, run, self._complain, key)
+        except RoundtableError as error:
+            self._complain(str(error))
+
+    def _log(self, row: int, figures: Mapping[str, float | None]) -> None:
+        if self._free is not None:
+            self._free.release()
+        if self._trackers is not None:
+            self._trackers.log(row, figures)
+
+    def _close(self, finished: bool) -> None:
+        if self._trackers is not None:
+            self._trackers.close(finished)
+
+
+def check_trackers(table: TrackingTable, key: str = "tracking") -> None:
     """Raises ResourceError, naming the extra, for a tool that is not installed."""
     for name, _, make in _wanted(table):
-        _needed(make.module, name)
+        _needed(make.module, name, key)
 
 
-def check_inside(table: TrackingTable) -> None:
-    """Raises ConfigError for a place outside the folder that a coordinator keeps trackers in."""
+def check_inside(table: TrackingTable, key: str = "tracking", whose: str = "a coordinator") -> None:
+    """Raises ConfigError for a place outside the folder that `whose` trackers are kept in."""
     for name, value, _ in _wanted(table):
         path = PurePosixPath(value)
         if "://" in value or path.is_absolute() or ".." in path.parts:
             raise ConfigError(
-                f"tracking.{name} = {value!r}: a coordinator writes only below its own folder; give a plain "
+                f"{key}.{name} = {value!r}: {whose} writes only below its own folder; give a plain "
                 "name, for example 'runs'"
             )
 
@@ -162,7 +228,7 @@ class MLflow:
             return None
         named = f"tags.`roundtable.run` = '{run.key}'"
         for found in self._client.search_runs([experiment.experiment_id], named):
-            history = self._client.get_metric_history(found.info.run_id, "clients")
+            history = self._client.get_metric_history(found.info.run_id, run.always)
             self._client.update_run(found.info.run_id, status="RUNNING")
             return found.info.run_id, max((metric.step for metric in history), default=0)
         return None
@@ -238,12 +304,12 @@ def _wanted(table: TrackingTable) -> Iterator[tuple[str, str, _Maker]]:
             yield name, value, make
 
 
-def _needed(module: str, extra: str) -> Any:
+def _needed(module: str, extra: str, key: str = "tracking") -> Any:
     try:
         return import_module(module)
     except ImportError as error:
         raise ResourceError(
-            f"tracking.{extra} needs a library that is not installed ({error}): "
+            f"{key}.{extra} needs a library that is not installed ({error}): "
             f"{Path(sys.executable).name} -m pip install 'roundtable-fl[{extra}]'"
         ) from error
 

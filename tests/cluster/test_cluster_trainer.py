@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from roundtable.cluster.train.orders import SOCKET, Advice, leave_report
 from roundtable.cluster.train.round_reports import kept_reports
 from roundtable.core import JobConfig, load_task, save_model
 from roundtable.core.algorithms.round_context import Context
+from roundtable.core.errors import ConfigError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.task import initial_state
 
 
 async def test_rounds_on_warm_ranks_equal_one_process(tmp_path: Path) -> None:
-    silo = Silo(tmp_path)
+    silo = Silo(tmp_path, table={"tracking": {"tensorboard": "runs"}} if find_spec("tensorboard") else {})
     async with silo.trainer() as trainer:
         seen: list[int] = []
         told: list[TrainingSetup] = []
@@ -53,6 +56,22 @@ async def test_rounds_on_warm_ranks_equal_one_process(tmp_path: Path) -> None:
         (2, 128, 2),
     ]
     assert reports[0]["seconds"]["least"] > 0
+    if find_spec("tensorboard"):
+        await check_tracked(silo)
+
+
+async def check_tracked(silo: Silo) -> None:
+    """The silo's own tracker has each step of both rounds, counted on, with what `job show` has of one."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for thread in threading.enumerate():
+        if thread.name.startswith("tracking-job-1"):
+            await asyncio.to_thread(thread.join, 30)
+    shown = EventAccumulator(str(silo.config.state / "tracking" / "runs" / "toy-job-1"))
+    shown.Reload()
+    steps = [event.step for event in shown.Scalars("loss")]
+    assert steps == list(range(1, 33))
+    assert {"seconds", "waiting_seconds", "memory_bytes", "examples_per_second"} <= {*shown.Tags()["scalars"]}
 
 
 async def test_ranks_tell_the_task_of_its_round_as_one_process_does(tmp_path: Path) -> None:
@@ -94,6 +113,12 @@ async def test_the_end_of_a_job_removes_its_checkpoints_and_no_others(tmp_path: 
         trainer.release("job-1", met=True)
         trainer.release("job-3", met=True)
     assert [sorted(path.name for path in place.iterdir()) for place in places] == [["job-2"], ["job-2"]]
+
+
+async def test_figures_of_steps_stay_below_the_agents_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mlflow = 'http://elsewhere': an agent writes only below"):
+        async with Silo(tmp_path, table={"tracking": {"mlflow": "http://elsewhere"}}).trainer():
+            pass
 
 
 @pytest.mark.parametrize("place", ["s3:/bucket/checkpoints", "checkpoints"])

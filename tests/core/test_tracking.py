@@ -6,12 +6,19 @@ import importlib
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from roundtable.core.config import TrackingTable
 from roundtable.core.errors import ConfigError, ResourceError, StorageError
-from roundtable.core.observability.tracking import TrackedRun, Trackers, check_inside, check_trackers
+from roundtable.core.observability.tracking import (
+    BackgroundTrackers,
+    TrackedRun,
+    Trackers,
+    check_inside,
+    check_trackers,
+)
 
 RUN = TrackedRun("digits", "first", "k1", {"cohort.size": 5})
 
@@ -182,3 +189,22 @@ def test_nothing_asked_for_is_nothing_done(tmp_path):
     told.log(1, {"accuracy": 1.0})
     told.close(True)
     assert not (tmp_path / "no").exists()
+
+
+def test_rows_that_come_faster_than_they_are_written_are_left_out(tmp_path):
+    pytest.importorskip("tensorboard")
+    said, going = [], threading.Event()
+
+    class Slow(BackgroundTrackers):
+        def _begin(self, *about):
+            going.wait()
+            super()._begin(*about)
+
+    told = Slow(TrackingTable(tensorboard="runs"), tmp_path, RUN, said.append, most=2)
+    for number in range(1, 6):
+        told.log(number, {"loss": number / 4})
+    going.set()
+    told.close(True)
+    told._thread.shutdown()
+    assert events(tmp_path / "runs" / "first") == {"loss": [(1, 0.25), (2, 0.5)]}
+    assert said == ["figures come faster than trackers write them: some are left out"]
