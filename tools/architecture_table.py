@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/cluster-evidence.md"
 RESULTS = ROOT / "build/architectures.jsonl"
 BEGIN, END = "<!-- table: tools/architecture_table.py -->", "<!-- end of table -->"
-_LIBRARIES = ("torch", "torchvision", "transformers")
+_LIBRARIES = ("torch", "transformers")
 Result = dict[str, Any]
 
 

@@ -76,12 +76,13 @@ def probe_model(
     *,
     device: str = "cuda",
     bfloat16: bool = False,
+    devices: int = _DEGREES[-1],
     told: Callable[[str], None] = unheard,
 ) -> ModelProbe:
     """Traces the task on the first training examples, on fake tensors where it can run on them, else on real.
 
-    `data` are the training data: streamed ones say by their kind what no plan may do with them. `told` hears
-    how far it is: large models take a minute.
+    `data` are the training data: streamed ones say by their kind what no plan may do with them. Splits are
+    tried over as many ranks as a node has `devices`. `told` hears how far it is: large models take a minute.
     Raises TaskError with what the task raises, LayoutError for a tensor that no job carries, and
     NotTraceable where it needs values of a model that is too large for this machine's memory.
     """
@@ -118,7 +119,9 @@ def probe_model(
         # Multi-tensor kernels, which torch takes on GPUs, work on a copy of all at once.
         optimizer_temporaries=1.0 if cost.factor and device == "cuda" else 0.0,
         experts=tuple(name for name, module in model.named_modules() if isinstance(module, Experts)),
-        cannot_split={degree: _VALUES if mode is None else tried(degree) for degree in _DEGREES},
+        cannot_split={
+            degree: _VALUES if mode is None else tried(degree) for degree in _DEGREES if degree <= devices
+        },
         cannot_pipeline=_no_pipeline(task, anatomy, data, batch, traced, varies, real=mode is None),
         cannot_run=_no_runs(task, anatomy, batch, varies) if mode is not None else _VALUES,
         half=in_half(task, batch) if bfloat16 and mode is not None and not cannot_half else None,

@@ -102,6 +102,8 @@ def plan_task(
     if table.elastic == "replica":
         check_replicas(task, job, data, precision, table.strategy.optimizer_bits or 32)
     half = precision in ("bfloat16", "float16")
-    probe = probe_model(task, data, device=resources.device, bfloat16=half, told=told)
+    probe = probe_model(
+        task, data, device=resources.device, bfloat16=half, devices=resources.devices, told=told
+    )
     told("comparing plans")
     return replace(make_plan(probe, resources, job, table, links), links=links)

@@ -70,7 +70,7 @@ def plan_together(
     """(strategy, layers that are split), the same on all ranks of the group. Collective."""
     table, resources = group.table, group.resources
     half = settled(table, resources, job)[0].precision in ("bfloat16", "float16")
-    probe = probe_model(task, data, device=resources.device, bfloat16=half)
+    probe = probe_model(task, data, device=resources.device, bfloat16=half, devices=resources.devices)
     text = ""
     if dist.get_rank() == 0:
         halvings = Advice.read(group.folder).halvings

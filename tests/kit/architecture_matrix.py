@@ -77,10 +77,10 @@ def job_of(architecture: str) -> JobConfig:
 
 
 @cache
-def probe_of(architecture: str) -> ModelProbe:
+def probe_of(architecture: str, devices: int = 4) -> ModelProbe:
     task, _ = ARCHITECTURES[architecture]
     data, _ = task.data(Site("silo"))
-    return probe_model(task, data, device="cpu")
+    return probe_model(task, data, device="cpu", devices=devices)
 
 
 def planned(architecture: str, probe: ModelProbe, name: str) -> PlannedCell | str:

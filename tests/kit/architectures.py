@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,27 +17,8 @@ VOCABULARY = 64
 LENGTH = 8
 CLASSES = 4
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+_TWO_STAGES = {"hidden_sizes": [8, 16], "depths": [2, 2]}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-@cache
-def _operators() -> Any:
-    """Declares what torchvision's import looks for.
-
-    The registry's build of torchvision is for torch's with CUDA: beside torch's for CPUs its operators, which
-    its models do not use, are missing, and its import ends there. So does that of transformers.
-    """
-    declared = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return declared
-
-
-def library(name: str) -> Any:
-    """A library of models."""
-    _operators()
-    return importlib.import_module(name)
 
 
 def _generator() -> torch.Generator:
@@ -90,7 +70,7 @@ class OfLibrary(Tokens):
         self._options = options
 
     def model(self) -> nn.Module:
-        kind = getattr(library("transformers"), self._kind)
+        kind = getattr(importlib.import_module("transformers"), self._kind)
         model = kind(kind.config_class(**self._options))
         # The library's product over all experts takes no float64.
         return model if "Mixtral" in self._kind else model.double()
@@ -125,22 +105,6 @@ class Pictures(Images, OfLibrary):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(pixel_values=batch[0]).logits, batch[1])
-
-
-class OfTorchvision(Images):
-    """A model of torchvision: residual blocks with batch normalisation, or ConvNeXt's."""
-
-    size = 32
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-
-    def model(self) -> nn.Module:
-        models = library("torchvision.models")
-        if self._kind == "resnet":
-            return models.ResNet(models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=CLASSES).double()
-        settings = [models.convnext.CNBlockConfig(16, 32, 2), models.convnext.CNBlockConfig(32, None, 2)]
-        return models.ConvNeXt(settings, num_classes=CLASSES).double()
 
 
 class GivenModel(Tokens):
@@ -427,8 +391,24 @@ ARCHITECTURES: dict[str, tuple[Task, str]] = {
         _library("Qwen3ForCausalLM", **_SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False),
         "transformers",
     ),
-    "ResNet": (OfTorchvision("resnet"), "torchvision"),
-    "ConvNeXt": (OfTorchvision("convnext"), "torchvision"),
+    "ResNet": (
+        _library(
+            "ResNetForImageClassification",
+            Pictures,
+            **_TWO_STAGES,
+            **{"embedding_size": 8, "layer_type": "basic", "num_labels": CLASSES},
+        ),
+        "transformers",
+    ),
+    "ConvNeXt": (
+        _library(
+            "ConvNextForImageClassification",
+            Pictures,
+            **_TWO_STAGES,
+            **{"num_stages": 2, "patch_size": 2, "image_size": 16, "num_labels": CLASSES},
+        ),
+        "transformers",
+    ),
     "U-Net": (GivenImages(UNet), ""),
     "LSTM": (GivenModel(Recurrent), ""),
     "MLP": (GivenTable(Perceptron), ""),
