@@ -79,3 +79,33 @@ namespace at {
 // In front of those of a build for CUDA, which come later.
 C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, Hooks)
 }
+
+// What a build for CUDA asks its own libraries for DDP's timers: these come before them, and need no driver.
+// A build without CUDA has no use for them.
+extern "C" {
+int cudaGetDeviceCount(int* count) { *count = kDevices; return 0; }
+int cudaGetDevice(int* device) { *device = device_now; return 0; }
+int cudaSetDevice(int) { return 0; }
+int cudaGetLastError() { return 0; }
+int cudaPeekAtLastError() { return 0; }
+int cudaDriverGetVersion(int* version) { *version = 13000; return 0; }
+int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { *least = 0; *greatest = -1; return 0; }
+int cudaStreamCreateWithPriority(void** stream, unsigned, int) { *stream = stream; return 0; }
+int cudaStreamIsCapturing(void*, int* status) { *status = 0; return 0; }
+int cudaEventCreateWithFlags(void** event, unsigned) { *event = event; return 0; }
+int cudaEventRecord(void*, void*) { return 0; }
+int cudaEventRecordWithFlags(void*, void*, unsigned) { return 0; }
+int cudaEventQuery(void*) { return 0; }
+int cudaEventSynchronize(void*) { return 0; }
+int cudaEventElapsedTime(float* time, void*, void*) { *time = 1; return 0; }
+int cudaEventDestroy(void*) { return 0; }
+}
+
+namespace c10::cuda {
+int GetDevice(DeviceIndex* device) { *device = device_now; return 0; }
+int SetDevice(DeviceIndex, bool) { return 0; }
+int MaybeSetDevice(DeviceIndex) { return 0; }
+DeviceIndex ExchangeDevice(DeviceIndex) { return device_now; }
+DeviceIndex MaybeExchangeDevice(DeviceIndex) { return device_now; }
+bool hasPrimaryContext(DeviceIndex) { return true; }
+}  // namespace c10::cuda
