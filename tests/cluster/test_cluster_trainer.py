@@ -150,10 +150,20 @@ async def test_ranks_have_time_to_plan_before_their_first_word(
     assert patience == [300.0, 17.0]
 
 
+# A process of each rank's reads its examples, and ends with it.
+READ_AHEAD = TASK.replace(
+    "import torch\n", "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n", 1
+)
+READ_AHEAD = READ_AHEAD.replace(
+    "(x[:64], y[:64])", "DataLoader(TensorDataset(x[:64], y[:64]), shuffle=True, num_workers=1)"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["kill", "launcher", "hang", "freeze", "memory"])
 async def test_the_update_comes_in_spite_of(trouble: str, tmp_path: Path) -> None:
-    silo = Silo(tmp_path, trouble=trouble, table={"timeout": 6.0, "checkpoint_steps": 2})
+    code = READ_AHEAD if trouble == "kill" else TASK
+    silo = Silo(tmp_path, None, code, trouble=trouble, table={"timeout": 6.0, "checkpoint_steps": 2})
     told: list[tuple[str, str, str]] = []
     async with silo.trainer() as trainer:
         work = replace(silo.work(), trouble=lambda *fault: told.append(fault))
