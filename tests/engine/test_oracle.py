@@ -12,6 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from roundtable.core.errors import MODEL_MISMATCH
+from roundtable.engine import RoundEngine
 from roundtable.engine import messages as m
 
 NAMES = ["a", "b", "c", "d", "e"]
@@ -31,8 +33,11 @@ class RoundMachine(RuleBasedStateMachine):
         over=st.sampled_from([1.0, 1.6]),
         strategy=st.sampled_from(["uniform", "data_size", "reliability", "round_robin"]),
         every=st.sampled_from([0, 1]),
+        unchecked=st.booleans(),
     )
-    def begin(self, size: int | None, minimum: int | None, over: float, strategy: str, every: int) -> None:
+    def begin(
+        self, size: int | None, minimum: int | None, over: float, strategy: str, every: int, unchecked: bool
+    ) -> None:
         lines = [
             "[cohort]",
             f'strategy = "{strategy}"',
@@ -44,6 +49,9 @@ class RoundMachine(RuleBasedStateMachine):
         lines += [f"minimum = {minimum}"] if minimum else []
         lines += ["[evaluation]", f"every = {every}", "deadline = 7"]
         self.driver = Driver(job("\n".join(lines), rounds=ROUNDS), automatic=False)
+        self.driver.engine = RoundEngine.begin(self.driver.job, "model-0", 7, unchecked=unchecked)
+        self.unchecked = unchecked
+        self.apart: dict[m.Step, set[str]] = {}
         self.accepted: dict[m.Step, dict[str, str]] = {}
         self.damaged: dict[tuple[m.Step, str], str] = {}
         self.cancelled = False
@@ -80,6 +88,13 @@ class RoundMachine(RuleBasedStateMachine):
     def fail(self, name: str) -> None:
         if self.attempt is not None and self.attempt.phase:
             self.driver.fail(name)
+
+    @rule(name=names)
+    def has_another_model(self, name: str) -> None:
+        if self.attempt is not None and self.attempt.phase == "check":
+            if name in self.attempt.awaited:
+                self.apart.setdefault(self.attempt.step, set()).add(name)
+            self.driver.fail(name, MODEL_MISMATCH)
 
     @rule(name=names)
     def evaluate(self, name: str) -> None:
@@ -235,6 +250,22 @@ class RoundMachine(RuleBasedStateMachine):
         assert all(i.client in cohorts[i.step] for i in trained)
 
     @invariant()
+    def nobody_trains_before_the_models_were_compared(self) -> None:
+        """Nor do those with another model in the attempt that compared them."""
+        if not hasattr(self, "driver"):
+            return
+        checked = {i.step for i in self.driver.instructions if i.step.phase == "check"}
+        trained = [i for i in self.driver.instructions if i.step.phase == "train"]
+        assert not checked or self.unchecked
+        assert not trained or checked or not self.unchecked
+        assert all(step.round == 1 for step in checked)
+        assert not trained or all(step.attempt <= trained[0].step.attempt for step in checked)
+        for step, apart in self.apart.items():
+            assert not any(
+                i.client in apart and i.step.attempt == step.attempt and i.step.round == 1 for i in trained
+            )
+
+    @invariant()
     def nobody_idles_whose_update_would_be_wanted(self) -> None:
         """In the place of one that has failed, as long as there is time, and so many times in an attempt."""
         attempt = getattr(self, "driver", None) and self.attempt
@@ -260,7 +291,7 @@ class RoundMachine(RuleBasedStateMachine):
             if self.attempt is not None and self.attempt.phase == "train":
                 for name in driver.cohort():
                     self.update(name, 0)
-            elif self.attempt is not None and self.attempt.phase == "evaluate":
+            elif self.attempt is not None and self.attempt.phase in ("check", "evaluate"):
                 for name in NAMES:
                     driver.evaluate(name)
             driver.advance(1)
