@@ -37,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[3]
 DATABASES = Path(__file__).with_name("databases")
 RELEASES = sorted(path.name for path in DATABASES.iterdir() if path.is_dir())
 LEVELS = sorted(file.stem[1:5] for file in (ROOT / "server/migrations/versions").glob("v*_*.py"))
+STARTED = LEVELS[::6]
+"""Levels from which a coordinator is started too, which takes ten times as long as the rows."""
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -98,7 +100,8 @@ async def test_rows_in_tables_of_each_level_are_kept_and_their_jobs_go_on(
         for table, filled in put.items():
             assert fetched(connection, table, filled) == filled, table
     again.close()
-    await goes_on(config, certificates)
+    if level in STARTED:
+        await goes_on(config, certificates)
 
 
 async def test_a_migration_that_fails_leaves_everything_as_it_was(database: str) -> None:
