@@ -226,8 +226,9 @@ class ModelCache:
         free = shutil.disk_usage(self._folder).free
         if free < needed + _FREE_BYTES:
             raise ResourceError(
-                f"the silo's disk is full: the model needs {needed / 1e6:.0f} MB more, "
-                f"{free / 1e6:.0f} MB are free; free some space in the agent's state folder"
+                f"the silo's disk is full: {free / 1e6:,.1f} MB are free, the model needs "
+                f"{needed / 1e6:,.1f} MB and {_FREE_BYTES / 1e6:.0f} MB stay free beside it; "
+                "free some space in the agent's state folder"
             )
 
     def _prune(self, keep: int) -> None:

@@ -16,6 +16,7 @@ from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.job_tracking import JobTracking
 from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.step_instructions import StepInstructions
+from roundtable.server.operations.storage_troubles import StorageTroubles
 from roundtable.server.store import ArtifactRow, EventRow, RelayedSumRow, UpdateRow
 
 
@@ -24,7 +25,8 @@ class JobParts:
     """The parts of a job's driver.
 
     `inbox` is where events for it go, `instructions` what its agents were asked, `collection` how updates
-    come in, `account` whose privacy it spends, `aggregate` how its models are made.
+    come in, `account` whose privacy it spends, `aggregate` how its models are made, `troubles` what cannot be
+    stored for now.
     """
 
     inbox: JobInbox
@@ -32,6 +34,7 @@ class JobParts:
     collection: RoundCollection
     account: JobAccount
     aggregate: AggregateAction
+    troubles: StorageTroubles
 
 
 @dataclass

@@ -17,7 +17,8 @@ from roundtable.server.jobs.job_inbox import JobInbox
 from roundtable.server.jobs.job_services import JobServices
 from roundtable.server.jobs.plain_rounds import DamagedUpdates
 from roundtable.server.jobs.round_collection import RoundCollection
-from roundtable.server.operations.incidents import rot_incident, storage_incident
+from roundtable.server.operations.incidents import rot_incident
+from roundtable.server.operations.storage_troubles import StorageTroubles
 from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.storage.location import Unreachable
 from roundtable.server.store.database import LeaseLost
@@ -28,6 +29,7 @@ FULL_DISK_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 MENDED_AT_MOST = 2
 LEDGER_PAUSE = 2.0
+_WHAT = "the round cannot be combined"
 Result = TypeVar("Result")
 
 
@@ -44,7 +46,7 @@ async def despite_outages(job: str, work: Callable[[], Awaitable[Result]]) -> Re
 
 
 class AggregateAction:
-    """Makes the models of one job. `trouble` says what keeps the round from being combined, for now."""
+    """Makes the models of one job; what keeps a round from being combined, for now, goes into `troubles`."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class AggregateAction:
         account: JobAccount,
         services: JobServices,
         inbox: JobInbox,
+        troubles: StorageTroubles,
     ) -> None:
         self._job = job
         self._combiner = combiner
@@ -61,7 +64,7 @@ class AggregateAction:
         self._account = account
         self._services = services
         self._inbox = inbox
-        self.trouble = ""
+        self._troubles = troubles
 
     async def perform(self, action: m.Aggregate) -> None:
         """Makes the model and tells the engine.
@@ -73,8 +76,9 @@ class AggregateAction:
             try:
                 made = await self._of_sound_files(action)
             except ResourceError as error:
-                log.error("round %d: %s", action.step.round, error, extra={"job": self._job})
+                self._troubles.note(_WHAT, error)
                 if pause is None:
+                    self._troubles.over(_WHAT)
                     await self._inbox.tell(m.Pause(str(error)))
                     return
                 await asyncio.sleep(pause)
@@ -128,16 +132,16 @@ class AggregateAction:
     async def _patiently(self, action: m.Aggregate) -> NewModel:
         """Makes the new model; while a bucket is away, waits and alerts."""
         pause = FIRST_PAUSE
-        try:
-            while True:
-                try:
-                    return await self._new_model(action)
-                except Unreachable as error:
-                    self._note_trouble(error)
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
-        finally:
-            self.trouble = ""
+        while True:
+            try:
+                made = await self._new_model(action)
+            except Unreachable as error:
+                self._troubles.note(_WHAT, error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            else:
+                self._troubles.over(_WHAT)
+                return made
 
     async def _new_model(self, action: m.Aggregate) -> NewModel:
         """Tries once. Collects anew each time, because combining uses up what was received."""
@@ -158,14 +162,6 @@ class AggregateAction:
             guarantee,
             self._services.clock(),
         )
-
-    def _note_trouble(self, error: Unreachable) -> None:
-        if not self.trouble:
-            incident = storage_incident(str(error))
-            self._services.alerts.tell(incident, str(error), self._services.clock(), self._job)
-        self.trouble = f"the round cannot be combined: {error}; trying again"
-        log.error("%s", self.trouble, extra={"job": self._job})
-        self._inbox.notify()
 
 
 def _failure(action: m.Aggregate, error: RoundtableError) -> m.Event:

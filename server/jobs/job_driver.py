@@ -35,6 +35,7 @@ from roundtable.server.jobs.round_collection import RoundCollection
 from roundtable.server.jobs.runner import JobRunner
 from roundtable.server.jobs.secagg.secure_rounds import SecureRounds
 from roundtable.server.jobs.step_instructions import StepInstructions
+from roundtable.server.operations.storage_troubles import StorageTroubles
 from roundtable.server.queue.contenders import held_for
 from roundtable.server.storage.artifact_store import DamagedArtifact
 from roundtable.server.store import AgentRow, JobRow
@@ -147,10 +148,11 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     if masking_of(job.privacy) is not None:
         collection = SecureRounds(row.id, job, row.config, layout.sent, services, inbox, tasks)
     combiner = Combiner(job, plan, services.artifacts, services.trusted, services.shards)
-    aggregate = AggregateAction(row.id, combiner, collection, account, services, inbox)
+    troubles = StorageTroubles(row.id, row.name, services.alerts, services.clock, inbox.notify)
+    aggregate = AggregateAction(row.id, combiner, collection, account, services, inbox, troubles)
     instructions = StepInstructions(row.id, row.config, layout.fingerprint, _submission(row), services)
     tracking = JobTracking(row.id, job, services.tracking, history)
-    parts = JobParts(inbox, instructions, collection, account, aggregate)
+    parts = JobParts(inbox, instructions, collection, account, aggregate, troubles)
     actions = JobActions(row.id, parts, tracking, services, tasks)
     durations = [record.ended - record.started for record in history]
     return JobRunner(row, job, layout, engine, parts, actions, services, stored.sequence, durations)

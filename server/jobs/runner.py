@@ -31,7 +31,7 @@ from roundtable.engine.state import chosen_chain
 from roundtable.server.jobs.actions import JobActions, JobParts, PendingTransition
 from roundtable.server.jobs.job_inbox import Arrival, EventTail, Verdict, client_of
 from roundtable.server.jobs.job_services import JobServices
-from roundtable.server.operations.incidents import incident_of, storage_incident
+from roundtable.server.operations.incidents import incident_of
 from roundtable.server.operations.publication import Publication
 from roundtable.server.queue.contenders import contender_of
 from roundtable.server.queue.pace import Pace
@@ -46,6 +46,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 SHORT_SNAPSHOT, GATHERING, LONGEST_GATHERING = 0.005, 4.0, 1.0
 """A snapshot that takes longer (in seconds) is followed by so many times as long in which events gather, so
 that a cohort of thousands is not written out whole for each of its updates."""
+_STATE = "the job's state cannot be stored"
 # Lost with a crash, these are said again: evaluations are asked for once more.
 _QUIET = (m.WorkStarted, m.ClientJoined, m.ClientLeft, m.Evaluated)
 
@@ -58,7 +59,8 @@ class _Turn(NamedTuple):
 
 
 class JobRunner:
-    """Drives one job's engine until the job ends; `inbox`, `instructions` and `collection` are its parts'.
+    """Drives one job's engine until the job ends; `inbox`, `instructions`, `collection` and `troubles` are
+    its parts'.
 
     `round_began` is when the round that is under way began, over all its attempts, as far as this process
     knows: after a restart, when the attempt began. `standing` is what the queue of jobs has said of it last;
@@ -84,14 +86,13 @@ class JobRunner:
         self.instructions = parts.instructions
         self.collection = parts.collection
         self._account = parts.account
-        self._aggregate = parts.aggregate
+        self.troubles = parts.troubles
         self._actions = actions
         self._engine = engine
         self._services = services
         self.sequence = sequence
         self.told = EventTail(sequence)
         self._publication = Publication(job.privacy)
-        self._trouble = ""
         self._snapshot_seconds = 0.0
         self._stored: dict[str, Any] = {}
         self._handled = "its beginning"
@@ -184,7 +185,7 @@ class JobRunner:
         def with_trouble(view: EngineView) -> EngineView:
             line = self.standing.reason if self.standing and self.waits else ""
             waiting = "; ".join(filter(None, (self.collection.progress(), view.waiting_for, line)))
-            return replace(view, waiting_for=self._trouble or self._aggregate.trouble or waiting)
+            return replace(view, waiting_for=str(self.troubles) or waiting)
 
         return self._publication.view(self._engine.view(with_clients=with_clients)).become(with_trouble)
 
@@ -378,17 +379,11 @@ class JobRunner:
             except LeaseLost:
                 raise
             except StorageError as error:
-                if not self._trouble:
-                    self._services.alerts.tell(
-                        storage_incident(str(error)), str(error), step.time, self.row.id, self.row.name
-                    )
-                self._trouble = f"the job's state cannot be stored: {error}; trying again"
-                log.error("%s: %s", self.row.name, self._trouble, extra={"job": self.row.id})
-                self.inbox.notify()
+                self.troubles.note(_STATE, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             else:
-                self._trouble = ""
+                self.troubles.over(_STATE)
                 return
 
 

@@ -103,9 +103,10 @@ class IncomingSums:
             return relay_pb2.SumReceipt(offset=min(received, offer.size))
         writer = self._services.artifacts.receive(owner, offer.digest, offer.size, check, offer.offset)
         try:
-            await transfer.in_thread(self._threads, writer.open)
-            await transfer.receive(pieces_of(parts, step), writer, offer.size, self._threads)
-            return await self._complete(relay, offer, wanted, writer, check)
+            with wanted[0].runner.troubles.of_updates():
+                await transfer.in_thread(self._threads, writer.open)
+                await transfer.receive(pieces_of(parts, step), writer, offer.size, self._threads)
+                return await self._complete(relay, offer, wanted, writer, check)
         finally:
             writer.close()
 

@@ -182,17 +182,17 @@ class Uploads:
             return await self._take_in(offer, parts, place)
 
     async def _take_in(self, offer: Offer, parts: AsyncIterator[Part], place: AsyncExitStack) -> Outcome:
-        update = offer.update
+        update, artifacts = offer.update, self._services.artifacts
         await offer.runner.receive(offer.client, offer.step, update.digest)
         check = offer.runner.collection.content_check(offer.client, offer.update)
         offer.runner.inbox.post(m.WorkStarted(offer.client, offer.step, "uploading"))
         began = time.monotonic()
-        artifacts = self._services.artifacts
         writer = artifacts.receive(offer.owner, update.digest, update.size, check, update.offset)
         try:
-            await transfer.in_thread(self._threads, _open, artifacts, offer.owner, update.digest, writer)
-            await transfer.receive(_pieces(parts, offer.step), writer, update.size, self._threads)
-            return await self._complete(offer, writer, check, time.monotonic() - began, place)
+            with offer.runner.troubles.of_updates():
+                await transfer.in_thread(self._threads, _open, artifacts, offer.owner, update.digest, writer)
+                await transfer.receive(_pieces(parts, offer.step), writer, update.size, self._threads)
+                return await self._complete(offer, writer, check, time.monotonic() - began, place)
         finally:
             writer.close()
 

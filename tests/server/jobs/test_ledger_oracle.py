@@ -195,7 +195,7 @@ class World(RuleBasedStateMachine):
             self.job,
             Layout.of({}),
             self.engine,
-            JobParts(self.inbox, nothing, nothing, self.account, nothing),
+            JobParts(self.inbox, nothing, nothing, self.account, nothing, nothing),
             doings,
             services,
             sequence,

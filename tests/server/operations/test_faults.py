@@ -58,10 +58,15 @@ async def test_an_upload_to_a_full_disk(cramped: Coordinator, certificates: Path
             await agent.answer(instruction, torch.ones(50_000))
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "is full: free some space" in (caught.value.details() or "")
+        waits = (await operator.job(job.id)).waiting_for
+        assert waits.startswith("no update can be taken: the disk of ")
+        assert "is full" in waits
         filler.unlink()
         receipt = await agent.answer(instruction, torch.ones(50_000))
         assert receipt.status == agent_pb2.UploadReceipt.ACCEPTED
-        await agent.evaluate(await agent.expect("instruction"))
+        instruction = await agent.expect("instruction")
+        assert "is full" not in (await operator.job(job.id)).waiting_for
+        await agent.evaluate(instruction)
         await operator.watch_until(job.id, "finished")
 
 
