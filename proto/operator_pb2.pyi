@@ -349,7 +349,7 @@ class QueuedJob(google.protobuf.message.Message):
     reason: builtins.str
     """What it waits for; of one with a turn, why it gives that up when its round ends."""
     expected: builtins.float
-    """Unix time of its turn, as far as can be told; 0 where it cannot."""
+    """Unix time of its turn, as far as can be told; absent where it cannot."""
     silos: builtins.int
     """Silos that suit it, and how many of them are connected; with `least` of them it can begin."""
     connected: builtins.int
@@ -366,13 +366,14 @@ class QueuedJob(google.protobuf.message.Message):
         level: builtins.int = ...,
         since: builtins.float = ...,
         reason: builtins.str = ...,
-        expected: builtins.float = ...,
+        expected: builtins.float | None = ...,
         silos: builtins.int = ...,
         connected: builtins.int = ...,
         least: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["connected", b"connected", "expected", b"expected", "job", b"job", "least", b"least", "level", b"level", "place", b"place", "priority", b"priority", "project", b"project", "reason", b"reason", "silos", b"silos", "since", b"since"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected", b"_expected", "expected", b"expected", "job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected", b"_expected", "connected", b"connected", "expected", b"expected", "job", b"job", "least", b"least", "level", b"level", "place", b"place", "priority", b"priority", "project", b"project", "reason", b"reason", "silos", b"silos", "since", b"since"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_expected", b"_expected"]) -> typing.Literal["expected"] | None: ...
 
 global___QueuedJob = QueuedJob
 

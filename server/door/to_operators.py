@@ -33,7 +33,7 @@ class QueuePlace:
     level: int
     since: float
     reason: str
-    expected: float
+    expected: float | None
     silos: int
     connected: int
     least: int

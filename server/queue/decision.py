@@ -182,10 +182,14 @@ class _Board:
         ):
             reason = f"begins when the rounds of {_names(o.name for o, _ in in_the_way)} end"
             return Standing(job, "waits", reason, number, moment if moment < math.inf else None)
-        reason = _has_its_turn(in_the_way) or self._promised_to(needs)
+        before = self._before(needs)
+        reason = _has_its_turn(in_the_way) or _keeps(before)
+        lifted = self._lifted(contender, in_the_way)
+        if lifted < begin and (unknown := [other.name for other in before if other.seconds == math.inf]):
+            reason += f"; how long {_names(unknown)} will take is not known, so the time is the latest"
         self._timeline.hold(needs, begin, begin + contender.seconds)
         self._promised.append(contender)
-        begin = min(begin, self._lifted(contender, in_the_way))
+        begin = min(begin, lifted)
         return Standing(job, "waits", reason, number, begin if begin < math.inf else None)
 
     def _beyond(self, needs: Needs) -> str:
@@ -246,11 +250,15 @@ class _Board:
         steps = max(other.priority + 1 - contender.priority for other, _ in in_the_way)
         return max(self._now, contender.waits_from + steps * self._rules.ageing)
 
-    def _promised_to(self, needs: Needs) -> str:
-        """Of whom it waits though it would fit: the first that places are kept for."""
+    def _before(self, needs: Needs) -> list[Contender]:
+        """Those that some of its places are promised to."""
         places = set(needs)
-        keeps = [other.name for other in self._promised if places & set(self._needs[other.job])]
-        return f"it would keep {_names(keeps)} from a turn that is promised"
+        return [other for other in self._promised if places & set(self._needs[other.job])]
+
+
+def _keeps(before: Sequence[Contender]) -> str:
+    """For whom it waits though it would fit."""
+    return f"it would keep {_names(other.name for other in before)} from a turn that is promised"
 
 
 def _has_its_turn(in_the_way: Sequence[tuple[Contender, Spot]]) -> str:

@@ -101,7 +101,7 @@ class Turns:
             level=contender.level(now, self._rules.ageing),
             since=contender.since,
             reason=standing.reason,
-            expected=standing.expected or 0.0,
+            expected=standing.expected,
             silos=len(contender.silos),
             connected=contender.there,
             least=contender.least,

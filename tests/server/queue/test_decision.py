@@ -77,6 +77,15 @@ def test_waiting_lifts_a_job_above_one_that_has_its_turn_and_takes_it_at_its_rou
     assert verdicts(replace(at[0], yielding=True), both, third, now=HOUR) == "a:yields b:waits c:waits"
 
 
+def test_who_waits_behind_one_that_nobody_knows_the_length_of_is_told_the_latest_time() -> None:
+    a, b = contender("a", "x", turn=True, rest=10.0), contender("b", "x")
+    found = decided(a, b, contender("c", "x", since=1.0, priority=-2))
+    assert (found["b"].expected, found["b"].reason) == (10.0, "a has its turn at x")
+    assert found["c"].expected == 1.0 + 3 * HOUR
+    told = "a has its turn at x; how long b will take is not known, so the time is the latest"
+    assert found["c"].reason == told
+
+
 def test_a_job_that_cannot_begin_keeps_nobody_from_it() -> None:
     starved = contender("a", "xyz", turn=True, starved=True, there=1, least=3)
     assert verdicts(starved, contender("b", "x")) == "a:yields b:waits"
