@@ -226,12 +226,16 @@ class OperatorClient:
         request.signature, request.certificate = sign(identity, "job", values), identity.certificate
 
     def watch(
-        self, job: str, from_sequence: int = 1, patience: float = 300.0
+        self,
+        job: str,
+        from_sequence: int = 1,
+        patience: float = 300.0,
+        away: Callable[[str], None] = lambda _: None,
     ) -> Iterator[operator_pb2.JobUpdate]:
         """The job's events from a number onwards, and those to come, until it ends.
 
-        A coordinator that goes away is waited for; after `patience` seconds without an answer the
-        UnavailableError comes through.
+        A coordinator that goes away is waited for, which `away` is told once each time; after `patience`
+        seconds without an answer the UnavailableError comes through.
         """
         waited_since: float | None = None
         while True:
@@ -246,8 +250,10 @@ class OperatorClient:
                         job = update.detail.job.id
                         yield update
                     return
-            except UnavailableError:
-                waited_since = waited_since or time.monotonic()
+            except UnavailableError as error:
+                if waited_since is None:
+                    waited_since = time.monotonic()
+                    away(f"{error}; it is waited for, {patience / 60:.0f} minutes at most")
                 if time.monotonic() - waited_since > patience:
                     raise
                 time.sleep(_PAUSE_SECONDS)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from roundtable.cli.jobs import queue
 from roundtable.cli.jobs import watch as watching
 from roundtable.cli.jobs.watch import Live, PlainLines, follow
+from roundtable.core.errors import UnavailableError
+from roundtable.operator import OperatorClient
 from roundtable.proto.common_pb2 import Event
-from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpdate
+from roundtable.proto.operator_pb2 import ClientActivity, Job, JobDetail, JobUpdate, QueuedJob
 
 FIGURES = {
     "training": {"loss": 0.25},
@@ -82,3 +88,23 @@ def test_following_stops_at_a_pause_but_tells_all_of_an_end() -> None:
     rest = iter([_update("finished", FAILED), _update("finished", COMMITTED)])
     follow(rest, PlainLines())
     assert next(rest, None) is None
+
+
+def test_who_watches_is_told_once_that_the_coordinator_is_away(
+    roundtable: Callable[..., object], tmp_path: Path
+) -> None:
+    roundtable("ca", "init", tmp_path / "ca")
+    roundtable("ca", "issue", "ada", "--role", "operator", "--ca", tmp_path / "ca", "--out", tmp_path / "ada")
+    told: list[str] = []
+    with OperatorClient("127.0.0.1:9", tmp_path / "ada") as operator, pytest.raises(UnavailableError):
+        list(operator.watch("digits", patience=0.0, away=told.append))
+    (line,) = told
+    assert line.startswith("nothing listens at 127.0.0.1:9")
+    assert line.endswith("it is waited for, 0 minutes at most")
+
+
+def test_when_a_turn_comes_is_told_in_days_where_it_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "time", SimpleNamespace(time=lambda: 1000.0))
+    far = QueuedJob(place=1, expected=1000.0 + 826 * 3600)
+    assert queue._until(far) == "in 34 d 10 h"
+    assert queue._until(QueuedJob(place=1)) == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from roundtable.cli.shared.options import connect, connection_options, json_option
-from roundtable.cli.shared.output import ago, as_dict, print_json, print_table, say
+from roundtable.cli.shared.output import ago, as_dict, duration, print_json, print_table, say
 from roundtable.proto.operator_pb2 import Job, QueuedJob
 
 
@@ -75,10 +75,9 @@ def release(name: str, coordinator: str | None, credentials: Path | None, as_jso
 
 
 def _until(job: QueuedJob) -> str:
-    if not job.place or not job.expected:
+    if not job.place or not job.HasField("expected"):
         return ""
-    minutes = max(0.0, job.expected - time.time()) / 60
-    return f"in {minutes:.0f} min" if minutes < 120 else f"in {minutes / 60:.0f} h"
+    return f"in {duration(max(0.0, job.expected - time.time()))}"
 
 
 def _tell(job: Job, said: str, as_json: bool) -> None:

@@ -54,6 +54,9 @@ class Display(Protocol):
     def show(self, update: JobUpdate) -> None:
         """Shows what has happened."""
 
+    def away(self, why: str) -> None:
+        """Says that the coordinator is waited for, and why."""
+
     def close(self) -> None:
         """Ends the display: no more events follow."""
 
@@ -77,7 +80,8 @@ def watch_to_its_end(operator: OperatorClient, name: str, start: int, as_json: b
     """Shows a job's events until it has ended or is paused; gives the exit code of the command."""
     hint = f"The job goes on; see it again with `roundtable job watch {shlex.quote(name)}`."
     with interruptible(hint):
-        ended = follow(operator.watch(name, start), make_display(as_json))
+        display = make_display(as_json)
+        ended = follow(operator.watch(name, start, away=display.away), display)
     if ended is None:
         return 0
     if not as_json:
@@ -104,6 +108,9 @@ class Silent:
     def show(self, update: JobUpdate) -> None:
         pass
 
+    def away(self, why: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -117,6 +124,9 @@ class JsonLines:
             values["detail"] = json.loads(event.detail or "{}")
             print_json_line(values)
 
+    def away(self, why: str) -> None:
+        say(why, err=True)
+
     def close(self) -> None:
         pass
 
@@ -128,6 +138,9 @@ class PlainLines:
         for event in update.events:
             if event.kind not in _QUIET:
                 say(f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {_sentence(event, update)}")
+
+    def away(self, why: str) -> None:
+        say(f"{time.strftime('%H:%M:%S')}  {why}", err=True)
 
     def close(self) -> None:
         pass
@@ -147,6 +160,9 @@ class Live:
             if event.kind not in _QUIET and event.kind != "round_started":
                 say_above(self._live.console, _sentence(event, update))
         self._live.update(progress_panel(update.detail))
+
+    def away(self, why: str) -> None:
+        say_above(self._live.console, why)
 
     def close(self) -> None:
         self._live.stop()
