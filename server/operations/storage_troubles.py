@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from typing_extensions import override
+
 from roundtable.core.errors import ResourceError, StorageError
 from roundtable.server.operations.alerts import Alerts
 from roundtable.server.operations.incidents import storage_incident
@@ -31,6 +33,7 @@ class StorageTroubles:
         self._notify = notify
         self._found: dict[str, str] = {}
 
+    @override
     def __str__(self) -> str:
         """The oldest one in words, "" for none."""
         return next(iter(self._found.values()), "")
