@@ -25,7 +25,7 @@ from roundtable.operator_credentials import channel_credentials, signing_identit
 from roundtable.proto import CHUNK_BYTES, operator_pb2, operator_pb2_grpc
 from roundtable.proto.channel import CLIENT_OPTIONS
 from roundtable.proto.common_pb2 import Artifact, Chunk, DownloadRequest
-from roundtable.rpc_errors import translated
+from roundtable.rpc_errors import PAUSE_SECONDS, Patience, Told, translated
 
 if TYPE_CHECKING:
     from roundtable.core.config import JobConfig
@@ -34,7 +34,6 @@ Progress = Callable[[int, int], None]
 _REPLY_LIMIT = 64 << 20
 _CALL_SECONDS = 30.0
 _RETRIES = 5
-_PAUSE_SECONDS = 0.5
 
 
 class OperatorClient:
@@ -204,7 +203,7 @@ class OperatorClient:
             except UnavailableError:
                 if attempt == _RETRIES:
                     raise
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(PAUSE_SECONDS)
         raise AssertionError("the loop returns or raises")
 
     def _sign(self, request: operator_pb2.SubmitJobRequest, identity: SiloIdentity) -> None:
@@ -226,24 +225,20 @@ class OperatorClient:
         request.signature, request.certificate = sign(identity, "job", values), identity.certificate
 
     def watch(
-        self,
-        job: str,
-        from_sequence: int = 1,
-        patience: float = 300.0,
-        away: Callable[[str], None] = lambda _: None,
+        self, job: str, from_sequence: int = 1, patience: float = 300.0, away: Told = lambda _: None
     ) -> Iterator[operator_pb2.JobUpdate]:
         """The job's events from a number onwards, and those to come, until it ends.
 
         A coordinator that goes away is waited for, which `away` is told once each time; after `patience`
         seconds without an answer the UnavailableError comes through.
         """
-        waited_since: float | None = None
+        waits = Patience(patience, away)
         while True:
             try:
                 with self._translated():
                     request = operator_pb2.WatchJobRequest(job=job, from_sequence=from_sequence)
                     for update in self._stub.WatchJob(request, wait_for_ready=False):
-                        waited_since = None
+                        waits.answered()
                         if update.events:
                             from_sequence = update.events[-1].sequence + 1
                         # By its identifier from now on: a later job may be called the same.
@@ -251,12 +246,7 @@ class OperatorClient:
                         yield update
                     return
             except UnavailableError as error:
-                if waited_since is None:
-                    waited_since = time.monotonic()
-                    away(f"{error}; it is waited for, {patience / 60:.0f} minutes at most")
-                if time.monotonic() - waited_since > patience:
-                    raise
-                time.sleep(_PAUSE_SECONDS)
+                waits.wait(error)
 
     def job_log(
         self,
@@ -268,13 +258,14 @@ class OperatorClient:
         level: str = "",
         round_number: int = 0,
         patience: float = 300.0,
+        away: Told = lambda _: None,
     ) -> Iterator[operator_pb2.JobLogLine]:
         """The coordinator's log lines of a job and those that silos share, from a place on.
 
         `silo`, `level` ("warning" and above) and `round_number` narrow them. With `follow` also those to come
         until the job ends; a coordinator that goes away is waited for as by `watch`.
         """
-        waited_since: float | None = None
+        waits = Patience(patience, away)
         while True:
             try:
                 with self._translated():
@@ -287,16 +278,15 @@ class OperatorClient:
                         round=round_number,
                     )
                     for page in self._stub.ReadJobLog(request):
-                        waited_since = None
+                        waits.answered()
                         for line in page.lines:
                             first = line.sequence + 1
                             yield line
                     return
-            except UnavailableError:
-                waited_since = waited_since or time.monotonic()
-                if not follow or time.monotonic() - waited_since > patience:
+            except UnavailableError as error:
+                if not follow:
                     raise
-                time.sleep(_PAUSE_SECONDS)
+                waits.wait(error)
 
     def put_artifact(self, path: AnyPath, progress: Progress | None = None) -> str:
         """Stores the file's bytes at the coordinator and returns their digest.
@@ -317,7 +307,7 @@ class OperatorClient:
             except UnavailableError:
                 if attempt == _RETRIES:
                     raise
-                time.sleep(_PAUSE_SECONDS)
+                time.sleep(PAUSE_SECONDS)
         raise TransferError(
             f"{path} did not arrive whole at {self.address}: {known.offset} of {content.size} bytes"
         )
@@ -337,7 +327,7 @@ class OperatorClient:
                 except UnavailableError:
                     if attempt == _RETRIES:
                         raise
-                    time.sleep(_PAUSE_SECONDS)
+                    time.sleep(PAUSE_SECONDS)
             if found != digest:
                 partial.unlink()
                 raise TransferError(

@@ -1,7 +1,8 @@
-"""A coordinator's refusal, as one of our own errors."""
+"""A coordinator's refusal, as one of our own errors, and how long one that is away is waited for."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,8 @@ _ERRORS: dict[grpc.StatusCode, type[RoundtableError]] = {
     grpc.StatusCode.DATA_LOSS: TransferError,
     grpc.StatusCode.OUT_OF_RANGE: TransferError,
 }
+PAUSE_SECONDS = 0.5
+Told = Callable[[str], None]
 _UNREACHABLE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 
 
@@ -56,3 +59,26 @@ def translated(explain: Callable[[str], RoundtableError]) -> Iterator[None]:
         raise ProtocolError(
             f"the coordinator failed at this request ({code.name}: {detail}); its log says more"
         ) from error
+
+
+class Patience:
+    """Waits for a coordinator without an answer, so many seconds at most; `away` is told once each time."""
+
+    def __init__(self, seconds: float, away: Told) -> None:
+        self._seconds = seconds
+        self._away = away
+        self._since: float | None = None
+
+    def answered(self) -> None:
+        """Begins anew at the next failure."""
+        self._since = None
+
+    def wait(self, error: UnavailableError) -> None:
+        """Waits before the next try. Raises the error where it was waited for long enough."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            self._away(f"{error}; it is waited for, {self._seconds / 60:.0f} minutes at most")
+        if now - self._since >= self._seconds:
+            raise error
+        time.sleep(PAUSE_SECONDS)

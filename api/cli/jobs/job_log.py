@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,14 @@ def job_log(
     with connect(coordinator, credentials) as operator, interruptible(hint):
         # A later job may be called the same.
         job = operator.job(name).job.id
-        lines = operator.job_log(job, follow=follow, silo=silo, level=level or "", round_number=number or 0)
+        lines = operator.job_log(
+            job,
+            follow=follow,
+            silo=silo,
+            level=level or "",
+            round_number=number or 0,
+            away=partial(say, err=True),
+        )
         line = None
         for line in lines:
             if as_json:
