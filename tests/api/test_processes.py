@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,17 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
         child = children.start("x", ["--help"])
         child.process.wait()
         assert Child("y", child.process, log).tail().splitlines()[-1] == "99"
+
+
+def test_ctrl_c_while_commands_are_imported_shows_no_traceback() -> None:
+    program = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'roundtable.cli.analyse':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "import roundtable.cli.main\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
