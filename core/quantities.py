@@ -35,3 +35,12 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise ValueError(f'{text!r} is not a size of memory; examples: "8GiB", "500MB"')
     return size
+
+
+def format_bytes(count: float) -> str:
+    """For people: 1.50 GiB, 312 MiB."""
+    for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(count) >= unit:
+            amount = count / unit
+            return f"{amount:.0f} {name}" if abs(amount) >= 100 else f"{amount:.2f} {name}"
+    return f"{count:.0f} B"

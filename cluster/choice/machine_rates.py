@@ -10,7 +10,8 @@ from typing import Literal
 from roundtable.cluster.parallel.strategy import Precision
 from roundtable.cluster.plan.device_peaks import Published, published, usual_device
 from roundtable.cluster.plan.links import Links
-from roundtable.cluster.plan.resources import Resources, format_bytes
+from roundtable.cluster.plan.resources import Resources
+from roundtable.core.quantities import format_bytes
 
 # What training reaches of published peaks: NCCL's bus bandwidth over NVLink and over adapters (nccl-tests on
 # DGX A100 and H100: 235 of 300, 370 of 450, 23 of 25 GB/s), streams of memory.

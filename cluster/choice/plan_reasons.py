@@ -10,7 +10,7 @@ from typing import Any
 from roundtable.cluster.choice.search import Found, Search
 from roundtable.cluster.choice.step_time import bubbles, format_seconds
 from roundtable.cluster.parallel.strategy import Strategy
-from roundtable.cluster.plan.resources import format_bytes
+from roundtable.core.quantities import format_bytes
 
 _Value = Callable[[Strategy], Any]
 _DEGREES: dict[str, _Value] = {

@@ -22,12 +22,13 @@ from roundtable.cluster.plan.links import Links, reduction_for
 from roundtable.cluster.plan.memory_estimate import Estimate, ModelProbe, with_momentum
 from roundtable.cluster.plan.precision_choice import settled
 from roundtable.cluster.plan.privacy_composition import is_example_level, narrowed
-from roundtable.cluster.plan.resources import Resources, format_bytes
+from roundtable.cluster.plan.resources import Resources
 from roundtable.cluster.plan.step_composition import check_step
 from roundtable.cluster.stepping.compile_trial import APART, STATISTICS, cannot_compile, why_plain
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ConfigError, ResourceError
+from roundtable.core.quantities import format_bytes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from roundtable.cluster.choice.step_time import step_time
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.candidates import refuse_pieces
 from roundtable.cluster.plan.memory_estimate import estimate
-from roundtable.cluster.plan.resources import format_bytes
+from roundtable.core.quantities import format_bytes
 
 
 @dataclass(frozen=True)

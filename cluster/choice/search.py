@@ -15,7 +15,8 @@ from roundtable.cluster.choice.unit_sums import UnitSums
 from roundtable.cluster.parallel.strategy import Strategy
 from roundtable.cluster.plan.memory_estimate import Estimate, ModelProbe, estimate, least_bytes
 from roundtable.cluster.plan.privacy_composition import with_noisy_gradient
-from roundtable.cluster.plan.resources import Resources, format_bytes
+from roundtable.cluster.plan.resources import Resources
+from roundtable.core.quantities import format_bytes
 
 # The part of a device's memory, and of a node's, that may be used.
 HEADROOM = 0.9

@@ -19,7 +19,7 @@ from roundtable.cluster.parallel.tensor_parallel import TensorParallel
 from roundtable.cluster.plan.activations import Activations, Pass, activations
 from roundtable.cluster.plan.arithmetic import ExampleCost, PassWork
 from roundtable.cluster.plan.collective_buffers import Buffers, buffers_of, shards_weights
-from roundtable.cluster.plan.resources import format_bytes
+from roundtable.core.quantities import format_bytes
 
 
 @dataclass(frozen=True)

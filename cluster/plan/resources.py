@@ -14,19 +14,11 @@ from typing_extensions import override
 from roundtable.client.policy.cluster_table import ClusterTable
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.core.errors import ConfigError
-from roundtable.core.machine.process_facts import group_memory, physical_memory
+from roundtable.core.machine.process_facts import group_limit, physical_memory
+from roundtable.core.quantities import format_bytes
 
 GpuProducts = Literal["bfloat16", "float16", "float32"]
 NEWEST: GpuProducts = "bfloat16"
-
-
-def format_bytes(count: float) -> str:
-    """For people: 1.50 GiB, 312 MiB."""
-    for name, unit in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(count) >= unit:
-            amount = count / unit
-            return f"{amount:.0f} {name}" if abs(amount) >= 100 else f"{amount:.2f} {name}"
-    return f"{count:.0f} B"
 
 
 @dataclass(frozen=True)
@@ -129,6 +121,6 @@ def _asked_of_gpus(count: int) -> tuple[int, GpuProducts]:
 
 
 def _memory_of_cpu() -> int:
-    total, limit = physical_memory(), group_memory("max")
+    total, limit = physical_memory(), group_limit()
     assert total is not None, "groups of ranks are refused elsewhere"
     return total if limit is None else min(total, limit)

@@ -33,7 +33,7 @@ from roundtable.core.foundation.classifier_head import (
 from roundtable.core.foundation.four_bits import PRECISION as FOUR_BITS
 from roundtable.core.foundation.four_bits import check_four_bits, four_bits, pin_scales
 from roundtable.core.foundation.text_pairs import read_otherwise, takes_segments
-from roundtable.core.machine.process_facts import group_memory, physical_memory
+from roundtable.core.machine.process_facts import group_limit, physical_memory
 
 BASES = "ROUNDTABLE_BASES"
 """The environment variable that names folders of models: a base is looked for below them, and nowhere else
@@ -206,7 +206,7 @@ class BaseModel:
     def check_memory(self, precision: str) -> None:
         """TaskError where the weights alone are more than this machine, or the group of processes, may hold;
         with what would fit."""
-        known = [each for each in (physical_memory(), group_memory("max")) if each is not None]
+        known = [each for each in (physical_memory(), group_limit()) if each is not None]
         most = min(known, default=None)
         if most is None or self.values * _BYTES[precision] <= most:
             return

@@ -16,6 +16,8 @@ from roundtable.core.machine.optional_modules import RESOURCE
 
 _PROC = Path("/proc")
 _GROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60
+"""The first version of control groups says more than this where there is no limit."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -60,18 +62,45 @@ def _table(name: str) -> dict[str, int]:
 def free_memory() -> int | None:
     """Bytes that this process and its children may still take."""
     free = memory_table().get("MemAvailable")
-    limit, used = (group_memory(name) for name in ("max", "current"))
-    if free is None or limit is None or used is None:
-        return free
-    return min(free, max(0, limit - used))
+    known = [free, *(limit - min(limit, _used(group)) for group, limit in _groups().items())]
+    return min((each for each in known if each is not None), default=None)
 
 
-def group_memory(name: str) -> int | None:
-    """A figure of this control group's memory in bytes (`max`, `current`); None where there is none."""
-    try:
-        return int((_GROUP / f"memory.{name}").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def group_limit() -> int | None:
+    """The most bytes of memory that this process's control groups allow; None where none says."""
+    return min(_groups().values(), default=None)
+
+
+def _groups() -> dict[Path, int]:
+    """The control groups that this process is in, of both versions, which limit memory, with the limit."""
+    found = {}
+    for line in proc_text("self/cgroup").splitlines():
+        _, kinds, place = line.split(":", 2)
+        if kinds in ("", "memory"):
+            top = _GROUP / kinds
+            path = top / place.lstrip("/")
+            # In a container the path is the host's, and the group lies where the tree begins.
+            for group in (path, *path.parents):
+                if group == top or top in group.parents:
+                    limit = _number(group, "memory.limit_in_bytes" if kinds else "memory.max")
+                    if limit is not None and limit < _UNLIMITED:
+                        found[group] = limit
+    return found
+
+
+def _used(group: Path) -> int:
+    """Bytes that a group's processes hold; pages of files do not count, which the system takes back."""
+    for usage, cache in (("memory.current", ""), ("memory.usage_in_bytes", "total_")):
+        if (used := _number(group, usage)) is not None:
+            pages = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+            files = (pages.get(f"{cache}{each}_file", "0") for each in ("active", "inactive"))
+            return max(0, used - sum(map(int, files)))
+    return 0
+
+
+def _number(group: Path, name: str) -> int | None:
+    text = _text(group / name).strip()
+    return int(text) if text.isdecimal() else None
 
 
 def held_memory() -> int | None:
@@ -100,8 +129,12 @@ def memory_kills() -> int | None:
 
 def proc_text(name: str) -> str:
     """A file under /proc; empty where there is none, or of a process that has just ended."""
+    return _text(_PROC / name)
+
+
+def _text(file: Path) -> str:
     try:
-        return (_PROC / name).read_text(encoding="utf-8", errors="replace")
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 

@@ -47,8 +47,8 @@ def plan(
     """
     from roundtable.cluster.choice.machine_rates import in_words
     from roundtable.cluster.choice.step_time import format_seconds
-    from roundtable.cluster.plan.resources import format_bytes
     from roundtable.cluster.tools.planning import other_hardware, plan_job
+    from roundtable.core.quantities import format_bytes
 
     other = other_hardware(gpu, host_memory)
     with working("planning") as told:
@@ -229,7 +229,7 @@ def report(context: click.Context, job: str, last: int, as_json: bool) -> None:
 
 def _row(name: str, report: dict[str, Any]) -> tuple[str, ...]:
     """One line: mean ± deviation and least to most of a step, and the means of the rest."""
-    from roundtable.cluster.plan.resources import format_bytes
+    from roundtable.core.quantities import format_bytes
 
     seconds = report["seconds"]
     whole = max(seconds["mean"], 1e-9)
