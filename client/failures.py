@@ -20,6 +20,7 @@ from roundtable.core.errors import (
     BudgetExceeded,
     ConfigError,
     EncodingError,
+    InsufficientMemory,
     InvalidUpdate,
     LayoutError,
     ModelMismatch,
@@ -59,28 +60,33 @@ _FOLDERS = re.compile(r"(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"]+[\\/])+")
 class WorkFailed(RoundtableError):
     """Raised where a step cannot be answered; `kind` is one of FAILURE_KINDS, `trace` stays at the silo.
 
-    `whole`: memory was lacking for what no smaller batch makes smaller.
+    `whole`: memory was lacking for what no smaller batch makes smaller. `halvings`: memory would not have
+    sufficed, and after so many of its batches it would; 0 where nobody knows.
     """
 
-    def __init__(self, kind: str, detail: str, trace: str = "", *, whole: bool = False) -> None:
+    def __init__(
+        self, kind: str, detail: str, trace: str = "", *, whole: bool = False, halvings: int = 0
+    ) -> None:
         super().__init__(detail)
         self.kind = kind
         self.detail = detail
         self.trace = trace
         self.whole = whole
+        self.halvings = halvings
 
 
 @dataclass(frozen=True)
 class FailureDiagnosis:
     """A classified error. `detail` may leave the silo: it has no path, and no message of the task's.
 
-    `whole` as in WorkFailed.
+    `whole` and `halvings` as in WorkFailed.
     """
 
     kind: str
     detail: str
     trace: str
     whole: bool = False
+    halvings: int = 0
 
 
 def diagnose(error: Exception, *, begun: bool = True) -> FailureDiagnosis:
@@ -99,6 +105,9 @@ def diagnose(error: Exception, *, begun: bool = True) -> FailureDiagnosis:
         )
     if isinstance(error, WorkFailed):
         return FailureDiagnosis(kind, _own_words(error), trace, error.whole)
+    if isinstance(error, InsufficientMemory):
+        known = error.halvings
+        return FailureDiagnosis(kind, _own_words(error), trace, whole=not known, halvings=known)
     whole = kind == "out_of_memory" and not begun
     if isinstance(error, RoundtableError):
         meaning, words = "", _own_words(error)
@@ -143,6 +152,8 @@ def _kind_of(error: Exception) -> str:
         return "refused"
     if isinstance(error, InvalidUpdate):
         return "invalid_update"
+    if isinstance(error, InsufficientMemory):
+        return "out_of_memory"
     fault = _fault_of(error)
     if fault is not None:
         return fault.kind

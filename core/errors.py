@@ -117,6 +117,17 @@ class ResourceError(RoundtableError):
     """A port, disk or device that is missing or full."""
 
 
+class InsufficientMemory(ResourceError):
+    """A step of training that needs more memory than there is, said before it begins.
+
+    `halvings`: after so many of its batches it would fit; 0 where no number helps.
+    """
+
+    def __init__(self, message: str, halvings: int = 0) -> None:
+        super().__init__(message)
+        self.halvings = halvings
+
+
 @dataclass(frozen=True)
 class SiteFailure:
     """What failed, where and when: every failure of a round carries all of it.

@@ -4,38 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from roundtable.client.batch_tensors import examples_in
+from roundtable.client.first_batch.enough_memory import TriedStep, check_room, room_on
 from roundtable.client.first_batch.oddities import Oddity, oddities
+from roundtable.client.first_batch.step_memory import bytes_of
 from roundtable.client.first_batch.trial import Trial, try_batch
 from roundtable.client.training.task_composition import check_task_with
 from roundtable.core.algorithms.known_algorithms import make_algorithm
+from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig, job_document, overridden, read_job
 from roundtable.core.errors import ConfigError, NoExamples, TaskError
 from roundtable.core.initial_model import initial_model
 from roundtable.core.plugins.doors import foreign_trace
+from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.task import ArrayTask, Site, Task, load_task
 from roundtable.core.toml import TomlDocument
 from roundtable.simulation.backend import World
+from roundtable.simulation.backends.sequential import ROWS_IN_MEMORY
 from roundtable.simulation.choose_backend import device_of
 from roundtable.simulation.world.partition import SeededPartition, make_partition
 from roundtable.simulation.world.tables_check import check_tables
 
 
-def first_oddities(world: World, partition: SeededPartition) -> list[Oddity]:
+def first_oddities(world: World, partition: SeededPartition, processes: int = 1) -> list[Oddity]:
     """What is odd about the first client that could train, and why those fail that were tried before it;
-    `partition` is the job's, and knows its splits.
+    `partition` is the job's, and knows its splits; clients train in so many `processes` at once.
 
-    Raises ConfigError as `check_split`, TaskError with the task's traceback where its model, loss or metrics
-    fail at each client that is tried. Data that do not open are their client's failure, in its round.
+    Raises ConfigError as `check_split`, InsufficientMemory where a step has no room, TaskError with its
+    traceback where the model, loss or metrics fail at each client that is tried. Data that do not open are
+    their client's failure, in its round.
     """
     check_split(world.job, world.task)
     tried: list[Trial] = []
     for index in _some(world.job.simulation.clients):
-        trial = try_client(world, index, partition)
+        trial = try_client(world, index, partition, processes)
         if trial.act == "data" and trial.error is not None:
             continue
         if not _fails(world, trial):
@@ -71,12 +80,36 @@ def check_split(job: JobConfig, task: Task | ArrayTask) -> None:
         )
 
 
-def try_client(world: World, index: int, partition: SeededPartition) -> Trial:
+def try_client(world: World, index: int, partition: SeededPartition, processes: int = 1) -> Trial:
     """One batch of client `index`, where clients train."""
     clients = world.job.simulation.clients
     beside = _site(world, (index + 1) % clients, partition) if clients > 1 else None
     device = torch.device(device_of(world))
-    return try_batch(world.task, world.job, _site(world, index, partition), device, beside)
+    enough = partial(_enough, world, processes)
+    return try_batch(world.task, world.job, _site(world, index, partition), device, beside, enough)
+
+
+def _enough(world: World, processes: int, task: Task, module: nn.Module, batch: Any, context: Context) -> str:
+    """That memory hardly suffices; "" where it does. InsufficientMemory where it does not."""
+    job, sizes = world.job, bytes_of(module)
+    if isinstance(job.privacy, ExampleLevel):
+        return ""  # DP-SGD takes parts of a batch as they fit.
+    here = context.device.type == "cpu"
+    rows = 4 * world.layout.sent.size * (job.cohort.size or job.simulation.clients)
+    step = TriedStep(
+        task=task,
+        job=job,
+        module=module,
+        context=context,
+        batch=batch,
+        examples=examples_in(batch),
+        # The backend has a model of its own beside the one that is tried.
+        held=2 * sizes if here else 0,
+        beside=rows if here and rows <= ROWS_IN_MEMORY else 0,
+        processes=processes,
+        cluster=False,
+    )
+    return check_room(step, room_on(context.device))
 
 
 def _site(world: World, index: int, partition: SeededPartition) -> Site:

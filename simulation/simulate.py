@@ -40,6 +40,7 @@ from roundtable.engine.validation.round_plan import aggregation_config, make_pla
 from roundtable.engine.validation.standardise_composition import check_standardise
 from roundtable.engine.validation.transfer_composition import check_cohort_is_all
 from roundtable.simulation.backend import Backend, Work, World
+from roundtable.simulation.backends.processes import Processes
 from roundtable.simulation.backends.sequential import one_thread
 from roundtable.simulation.checkpoint import Checkpoint
 from roundtable.simulation.choose_backend import make_backend, without_carrying
@@ -133,7 +134,7 @@ def simulate(
         stack.callback(lambda: backend.close())
         _check_samples(world, backend)
         partition = make_partition(job.simulation.partition, job.seed, folder)
-        odd = first_oddities(world, partition)
+        odd = first_oddities(world, partition, backend.count if isinstance(backend, Processes) else 1)
         if any(each.about == STATE for each in odd):
             backend, why = without_carrying(world, backend, why)
         if run is not None:

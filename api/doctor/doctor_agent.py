@@ -19,8 +19,8 @@ from roundtable.client.agent.state_lock import locked
 from roundtable.client.door.outgoing import hello
 from roundtable.client.policy.config import AgentConfig, load_agent_config
 from roundtable.client.policy.guarantees import guarantees
-from roundtable.client.worker.executor import choose_device
 from roundtable.client.worker.own_budgets import STATED, OwnBudgets
+from roundtable.client.worker.torch_devices import choose_device
 from roundtable.core.encodings.foreign.approval import not_approved
 from roundtable.core.errors import ResourceError, RoundtableError
 from roundtable.core.identity.handshake import check_connection

@@ -13,9 +13,9 @@ from shlex import quote
 from roundtable.client.agent.state_lock import locked
 from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.worker.executor import choose_device
 from roundtable.client.worker.rehearsal import ACTS, BATCHES, Rehearsed
 from roundtable.client.worker.rehearsals import Rehearsal, jobs_to_rehearse, rehearse_task
+from roundtable.client.worker.torch_devices import choose_device
 from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import ResourceError

@@ -40,9 +40,9 @@ from roundtable.client.policy.readiness import Readiness
 from roundtable.client.sharing.report_desk import ReportDesk
 from roundtable.client.sharing.silo_report import Examine, ReportSources, make_report
 from roundtable.client.trainer import Trainer
-from roundtable.client.worker.executor import choose_device, list_devices
 from roundtable.client.worker.own_budgets import OwnBudgets
 from roundtable.client.worker.rehearsals import rehearsing
+from roundtable.client.worker.torch_devices import choose_device, list_devices
 from roundtable.client.worker.worker_trainer import WorkerTrainer
 from roundtable.core.allocator import settle_imports, tune_for_transfers
 from roundtable.core.errors import ConfigError, IdentityError, ProtocolError, RoundtableError

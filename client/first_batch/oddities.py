@@ -44,6 +44,8 @@ def oddities(trial: Trial, job: JobConfig) -> list[Oddity]:
 
 def _all(trial: Trial, job: JobConfig) -> Iterator[tuple[str, str]]:
     yield from _failure(trial)
+    if trial.tight:
+        yield "memory", trial.tight
     yield from _site(trial, job)
     yield from _loss(trial, job)
     yield from _batch_norm(trial, job)

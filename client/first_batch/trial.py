@@ -35,7 +35,7 @@ from roundtable.client.training.local_work import steps_of
 from roundtable.client.training.metrics import Metrics, checked
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import NoExamples, TaskError
+from roundtable.core.errors import InsufficientMemory, NoExamples, TaskError
 from roundtable.core.seeds import derive_seed, isolated_randomness, seed_all
 from roundtable.core.task import ArrayTask, Site, Task, in_context, initial_state
 
@@ -51,7 +51,7 @@ class Trial:
     job's learning rate; None for an optimizer of the task's own. doubled: how many times the loss of the
     batch taken twice is that of the batch. lone: what training on a batch of a single example raised.
     again: the loss once more of the same weights, batch and random numbers. carried: what then moved its
-    gradient. warned: what PyTorch warned of.
+    gradient. warned: what PyTorch warned of. tight: that memory hardly suffices.
     act and error: what failed, and how.
     """
 
@@ -77,6 +77,7 @@ class Trial:
     tested: int = 0
     metrics: Metrics = field(default_factory=dict)
     warned: tuple[str, ...] = ()
+    tight: str = ""
     act: str = ""
     error: Exception | None = None
 
@@ -106,12 +107,14 @@ def try_batch(
     site: Site,
     device: torch.device = _CPU,
     beside: Site | None = None,
+    enough: Callable[[Task, nn.Module, Any, Context], str] = lambda *step: "",
 ) -> Trial:
     """Opens a site's data, makes the model, and tries a batch of each: loss, gradient, a step, metrics.
 
     The data of `beside`, another client's, are opened only where the first's set something on the task.
-    What fails is in `Trial.error`; nothing that the task raises passes. An ArrayTask, which trains as a
-    whole, only opens its data.
+    `enough` is given task, model, batch and context before the first pass, tells whether memory is tight, and
+    raises InsufficientMemory. What else fails is in `Trial.error`; nothing that the task raises passes. An
+    ArrayTask, which trains as a whole, only opens its data.
     """
     seen = _SeenSite(site.name, site.index, site.count, site.options, site.partition)
     trial = Trial(site.name, site.count, job.algorithm.batch_size)
@@ -120,7 +123,9 @@ def try_batch(
         # What is tried again warns again.
         warnings.simplefilter("ignore")
         try:
-            _try(trial, task, job, seen, device, seed, beside)
+            _try(trial, task, job, seen, device, seed, beside, enough)
+        except InsufficientMemory:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a task raises is what is to be told of it
             trial.error = error
     return trial
@@ -134,6 +139,7 @@ def _try(
     device: torch.device,
     seed: int,
     beside: Site | None,
+    enough: Callable[[Task, nn.Module, Any, Context], str],
 ) -> None:
     trial.act = "data"
     had = _own(task)
@@ -152,14 +158,15 @@ def _try(
     trial.act = "model"
     module = initial_state(task, job.seed)
     assert isinstance(module, nn.Module)
+    rate, steps = job.algorithm.learning_rate, steps_of(job, trial.examples, drop_last=trial.drops_last)
+    context = Context(job.title, 1, trial.client, steps, device, job.seed, rate)
+    trial.tight = enough(task, module, batch, context)
     module.to(device).train()
     for parameter in module.parameters():
         if parameter.requires_grad:
             trial.trained += parameter.numel()
         else:
             trial.frozen += parameter.numel()
-    rate, steps = job.algorithm.learning_rate, steps_of(job, trial.examples, drop_last=trial.drops_last)
-    context = Context(job.title, 1, trial.client, steps, device, job.seed, rate)
     told = in_context(task, context)
     seeded = partial(seed_all, seed, device)
     kept = state_of(module)

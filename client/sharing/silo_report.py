@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from roundtable.client.door.incoming import ReportWish
 from roundtable.client.policy.config import AgentConfig
-from roundtable.client.worker.executor import list_devices
+from roundtable.client.worker.torch_devices import list_devices
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import RoundtableError
 from roundtable.core.evidence.release import release

@@ -53,12 +53,7 @@ def check_splittable(task: Task, module: nn.Module, batch: Batch, size: int) -> 
 
     Whether the loss is a mean is tried on a few examples, without dropout.
     """
-    for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats):
-            raise CannotSplit(
-                f"the layer {name!r} ({type(layer).__name__}) takes statistics over the whole batch, so that "
-                "parts of it would train another model; nn.GroupNorm in its place can be split"
-            )
+    check_layers(module)
     few = min(batch.size, max(2, min(size, _PROBE)))
     if few < 2:
         return
@@ -75,6 +70,16 @@ def check_splittable(task: Task, module: nn.Module, batch: Batch, size: int) -> 
             f"{type(task).__name__}.loss() must be the mean over the batch: its value for {few} examples "
             "differs from the mean of its two halves, so the batch cannot be split"
         )
+
+
+def check_layers(module: nn.Module) -> None:
+    """Raises CannotSplit for a layer that looks at the whole batch."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) or (isinstance(layer, _InstanceNorm) and layer.track_running_stats):
+            raise CannotSplit(
+                f"the layer {name!r} ({type(layer).__name__}) takes statistics over the whole batch, so that "
+                "parts of it would train another model; nn.GroupNorm in its place can be split"
+            )
 
 
 def _rows(data: Any, examples: int, start: int, end: int) -> Any:

@@ -17,6 +17,8 @@ from roundtable.client.training.metrics import Metrics, training_sums
 from roundtable.client.training.micro_batches import backward_in_parts, check_splittable
 from roundtable.client.training.module_work import ModuleWork
 from roundtable.client.training.sgd import SGD, Correction, RoundSchedule, make_correction
+from roundtable.core.algorithms.step import LocalStep
+from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, TaskError
 from roundtable.core.task import Task
 
@@ -51,7 +53,7 @@ class TrainingLoop:
         self._resting = [parameter for name, parameter in module.named_parameters() if name in resting]
         self._place = f"round {work.round}"
         self._losses = _Losses(self._place)
-        self.optimizer = make_optimizer(task, parameters, work, rules)
+        self.optimizer = make_optimizer(task, parameters, work.job, rules.step, work.round)
         self._own: ModuleWork | None = None
         if type(rules.algorithm).makes_gradients():
             layout = work.layout.model
@@ -188,16 +190,16 @@ class _Losses:
 
 
 def make_optimizer(
-    task: Task, parameters: Sequence[nn.Parameter], work: LocalWork, rules: AlgorithmRound
+    task: Task, parameters: Sequence[nn.Parameter], job: JobConfig, step: LocalStep, round: int
 ) -> Optimizer:
     """The task's own optimizer with the round's decay, or SGD as the algorithm's step says."""
-    table, step = work.job.algorithm, rules.step
+    table = job.algorithm
     make: Callable[[Iterable[nn.Parameter]], Any] | None = getattr(task, "optimizer", None)
     own = make(parameters) if make is not None else None
     if own is None:
-        return SGD(parameters, table.rate(work.round), step.momentum, step.weight_decay)
+        return SGD(parameters, table.rate(round), step.momentum, step.weight_decay)
     for group in own.param_groups:
-        group["lr"] *= table.rate(work.round) / table.learning_rate
+        group["lr"] *= table.rate(round) / table.learning_rate
     optimizer: Optimizer = own
     return optimizer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roundtable.client.first_batch.enough_memory import room_on
 from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.streams.kept_position import NAME
 from roundtable.client.trainer import TrainedUpdate
@@ -43,6 +43,8 @@ from roundtable.client.worker.lost_state import (
 )
 from roundtable.client.worker.own_model import has_own_model, remember
 from roundtable.client.worker.silo_state import SiloState
+from roundtable.client.worker.step_room import check_step, part_of_batch
+from roundtable.client.worker.torch_devices import choose_device
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
@@ -91,6 +93,7 @@ class _WarmJob:
     layout: Layout
     out: Tensor
     mode: str = "auto"
+    has_room: set[int] = field(default_factory=set)
 
     @property
     def goes_ahead(self) -> bool:
@@ -163,21 +166,23 @@ class Executor:
         if arrives is None:
             self._remember(order, warm)
         protection = self._protection(order, warm.mode)
+        work = LocalWork(
+            warm.config,
+            warm.layout,
+            start.vector,
+            order.round,
+            self.settings.client,
+            start.local if local is None else local,
+            warm.algorithm,
+            alone=masking_of(warm.config.privacy) is None,
+            compare=EarlierReadings(Path(self.settings.jobs).parent / READINGS).compare,
+        ).of_steps(order.steps)
+        self._check_room(order, warm, data, work)
         update = train(
             warm.task,
             warm.model,
             data,
-            LocalWork(
-                warm.config,
-                warm.layout,
-                start.vector,
-                order.round,
-                self.settings.client,
-                start.local if local is None else local,
-                warm.algorithm,
-                alone=masking_of(warm.config.privacy) is None,
-                compare=EarlierReadings(Path(self.settings.jobs).parent / READINGS).compare,
-            ).of_steps(order.steps),
+            work,
             Execution(
                 device=self.device,
                 progress=progress,
@@ -202,6 +207,13 @@ class Executor:
             update.local,
         )
         return TrainedUpdate(written.digest, written.size, update.examples, update.metrics, written.writing)
+
+    def _check_room(self, order: Order, warm: _WarmJob, data: Any, work: LocalWork) -> None:
+        """Once for each size of parts."""
+        if order.halvings not in warm.has_room:
+            room = room_on(self.device, self.settings.memory, self.settings.gpu_memory)
+            check_step(warm.task, warm.model, data, work, self.device, room, order.halvings)
+            warm.has_room.add(order.halvings)
 
     def _protection(self, order: Order, mode: str) -> Protection:
         settings, folder = self.settings, Path(self.settings.jobs).parent / "privacy"
@@ -367,33 +379,3 @@ def _made(task: AnyTask, seed: int) -> nn.Module | dict[str, Tensor]:
         if not isinstance(task, PretrainedTask):
             raise
         raise ModelMismatch(str(error)) from error
-
-
-def part_of_batch(job: JobConfig, halvings: int, *, evaluation: bool = False) -> int:
-    """The most examples in memory at once, after so many halvings."""
-    whole = job.evaluation_batch if evaluation else job.algorithm.batch_size
-    return max(1, whole >> halvings)
-
-
-def choose_device(name: str) -> torch.device:
-    """The torch device of `[limits] device`; ResourceError for a GPU that this machine lacks."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ResourceError(
-            f"[limits] device = {name!r} is not a device; write auto, cpu, cuda or cuda:1"
-        ) from error
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ResourceError(
-            f"[limits] device = {name!r}: this machine has {count} CUDA devices that torch can use; "
-            'check the driver, or set device = "cpu"'
-        )
-    return device
-
-
-def list_devices() -> list[str]:
-    """Lists the devices of this machine, without initialising them."""
-    return [f"cuda:{index}" for index in range(torch.cuda.device_count())] + [f"cpu:{os.cpu_count()}"]

@@ -19,7 +19,8 @@ from roundtable.client.training.local_training import split_data, train
 from roundtable.client.training.local_work import Execution, LocalWork
 from roundtable.client.training.silo_account import Protection
 from roundtable.client.training.task_composition import check_task_with
-from roundtable.client.worker.executor import Settings, part_of_batch
+from roundtable.client.worker.executor import Settings
+from roundtable.client.worker.step_room import part_of_batch
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_from_json

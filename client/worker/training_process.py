@@ -142,7 +142,13 @@ class TrainingProcess:
             elif "failed" in message:
                 failure = message["failed"]
                 self._leaving = message["leaving"]
-                raise WorkFailed(failure["kind"], failure["detail"], failure["trace"], whole=failure["whole"])
+                raise WorkFailed(
+                    failure["kind"],
+                    failure["detail"],
+                    failure["trace"],
+                    whole=failure["whole"],
+                    halvings=failure.get("halvings", 0),
+                )
             elif "begun" in message:
                 self._begun = True
             elif "ahead" in message:

@@ -266,8 +266,9 @@ def _attempt(answers: TextIO, work: Any, begun: Callable[[], bool] = lambda: Fal
 
 def _fail(answers: TextIO, error: Exception, *, begun: bool) -> None:
     diagnosis = diagnose(error, begun=begun)
-    # Memory stays fragmented and a CUDA context broken: the next order gets a fresh process.
-    leaving = diagnosis.kind in _FATAL
+    # Memory stays fragmented and a CUDA context broken: the next order gets a fresh process, but where it was
+    # known before.
+    leaving = diagnosis.kind in _FATAL and not diagnosis.halvings
     _say(answers, {"failed": asdict(diagnosis), "leaving": leaving})
     if leaving:
         os._exit(1)

@@ -14,10 +14,11 @@ from roundtable.client.failures import WorkFailed
 from roundtable.client.policy.config import AgentConfig
 from roundtable.client.trainer import Ahead, ProgressListener, StepWork, TrainedUpdate, its_turn
 from roundtable.client.training.metrics import Metrics
-from roundtable.client.worker.executor import choose_device, part_of_batch
 from roundtable.client.worker.own_model import forget_unused
 from roundtable.client.worker.process_settings import settings_of
 from roundtable.client.worker.rehearsal import Rehearsed
+from roundtable.client.worker.step_room import MOST_HALVINGS, part_of_batch
+from roundtable.client.worker.torch_devices import choose_device
 from roundtable.client.worker.training_process import EndedAhead, TrainingProcess
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.errors import RoundtableError
@@ -27,7 +28,6 @@ from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.task import hash_of_task
 
 _log = logging.getLogger("roundtable.agent")
-_MOST_HALVINGS = 6
 _LOOK_SECONDS = 5.0
 _MOST_LOST = 2
 
@@ -170,8 +170,8 @@ class WorkerTrainer:
                 if failure.whole or halvings >= self._most_halvings(verb, work):
                     raise
                 first = failure
-                self._halvings[key] = halvings + 1
-                count = part_of_batch(work.job, halvings + 1, evaluation=verb == "evaluate")
+                self._halvings[key] = parts = failure.halvings or halvings + 1
+                count = part_of_batch(work.job, parts, evaluation=verb == "evaluate")
                 action = (
                     f"reduced the batch size: no more than {count} examples in memory at once, from now on"
                 )
@@ -184,7 +184,7 @@ class WorkerTrainer:
         paid = verb == "train" and isinstance(work.job.privacy, ExampleLevel)
         if paid or verb == "check" or (work.step.job, verb) in self._whole:
             return 0
-        return min(_MOST_HALVINGS, batch.bit_length() - 1)
+        return min(MOST_HALVINGS, batch.bit_length() - 1)
 
     def _not_in_parts(self, key: tuple[str, str], first: WorkFailed, failure: WorkFailed) -> WorkFailed:
         """The failure to report where half a batch failed for another reason than the whole batch."""

@@ -18,7 +18,7 @@ from roundtable.client.streams.readers import make_reader
 from roundtable.client.training.batches import Batch, count_examples, training_batches
 from roundtable.client.training.loaders import collate_of
 from roundtable.client.training.stream_batches import streamed
-from roundtable.client.worker.executor import choose_device
+from roundtable.client.worker.torch_devices import choose_device
 from roundtable.cluster.plan.arithmetic import ExampleCost, count_work
 from roundtable.cluster.plan.device_peaks import peak_flops
 from roundtable.cluster.plan.model_probe import does_not_run, example_batch

@@ -93,12 +93,17 @@ class Processes:
         return "processes" if self._inner == "sequential" else self._inner
 
     @property
+    def count(self) -> int:
+        """Of the processes, this one among them."""
+        return len(self._workers) + 1
+
+    @property
     def chunk(self) -> int:
-        return self._own.chunk * (len(self._workers) + 1)
+        return self._own.chunk * self.count
 
     @property
     def description(self) -> str:
-        count = len(self._workers) + 1
+        count = self.count
         if getattr(self._own, "refused", None):
             return f"{count} processes, in each {self._own.description}"
         how = ", in bfloat16 with float32 weights" if mixed(self.world) else ""
