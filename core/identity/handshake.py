@@ -22,6 +22,7 @@ from roundtable.core.identity.credentials import CA_CERTIFICATE, NODE_CERTIFICAT
 from roundtable.core.identity.revocation import RevocationList, load_list
 
 _AGAIN_SECONDS = 0.5
+_GRPC = "h2"
 _EXPIRED = 10
 _UNTRUSTED = {18, 19, 20, 21}
 _OTHER_NAME = {62, 64}
@@ -103,6 +104,11 @@ def _handshake(
     try:
         with context.wrap_socket(raw, server_hostname=host) as connection:
             verdict = _judged(connection, address, credentials, revoked)
+            if connection.selected_alpn_protocol() != _GRPC:
+                raise ProtocolError(
+                    f"{address} speaks TLS and no gRPC, as the coordinator's page does; name the port of its "
+                    "`listen` (often 7443), and of `operators` where it has one"
+                )
             if shows:
                 # The server judges our certificate after our side of the handshake is over.
                 welcomed = bool(connection.recv(1))
@@ -139,7 +145,7 @@ def _context(credentials: Path, shows: bool) -> ssl.SSLContext:
         # Without an answer of ours a sealed key would make OpenSSL ask at the terminal.
         sealed = (credentials / NODE_CERTIFICATE, credentials / NODE_KEY)
         context.load_cert_chain(*sealed, password=lambda: x.passphrase() or b"")
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols([_GRPC])
     return context
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,23 @@ def test_nobody_there_and_no_tls(operator: Path) -> None:
     with pytest.raises(ProtocolError, match="does not speak TLS"):
         check_connection(f"127.0.0.1:{port}", operator)
     plain.stop(None).wait()
+
+
+def test_the_port_of_a_page(ca: Path, operator: Path, tmp_path: Path) -> None:
+    hub = issue(ca, "hub", "coordinator", tmp_path / "hub", ["localhost"])
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(hub / "node.crt", hub / "node.key")
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+
+        def serve() -> None:
+            for _ in range(2):  # What is wrong is looked at once more.
+                with context.wrap_socket(listening.accept()[0], server_side=True) as connection:
+                    connection.recv(1)
+
+        served = pool.submit(serve)
+        with pytest.raises(ProtocolError, match=r"speaks TLS and no gRPC, as the coordinator's page does"):
+            check_connection(f"localhost:{listening.getsockname()[1]}", operator)
+        served.result()
 
 
 def test_a_host_without_address(operator: Path) -> None:

@@ -332,7 +332,7 @@ export function tableOf(rounds) {
 export function privacyOf(told) {
   const parts = told.protections.map((/** @type {any} */ each) => h("tr", {}, h("th", { scope: "row" }, each.party), h("td", {}, each.holds ? "✓ protected" : "✗ not protected"), h("td", {}, each.assumption)));
   return [
-    h("p", {}, h("strong", {}, `Level ${told.level}. `), told.hides, " ", told.statement),
+    h("p", {}, h("strong", {}, told.level === "none" ? "Differential privacy hides: " : `Level ${told.level} hides: `), `${told.hides}. `, told.statement),
     told.epsilon === undefined ? null : h("p", {}, `Spent so far by all jobs on ${told.population}: ε ${number(told.epsilon)}; at this job's end ε ${number(told.forecast)}`, told.budget === undefined ? "." : `, of a budget of ${number(told.budget)}.`, told.budget === undefined ? null : h("meter", { min: 0, max: told.budget, value: told.epsilon, "aria-label": `epsilon ${number(told.epsilon)} of ${number(told.budget)}` })),
     told.people ? h("p", {}, told.people) : null,
     scrolled("Who is protected against whom", h("table", {}, h("caption", {}, "Who is protected against whom"), h("thead", {}, h("tr", {}, ["Against", "Verdict", "What that rests on, or what the party sees"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, parts))),
