@@ -8,6 +8,7 @@ address. A tool that fails is given up, with a word to whoever listens: no train
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePosixPath
+from posixpath import normpath
 from typing import Any, Protocol
 
 from roundtable.core.config import TrackingTable
@@ -194,6 +196,15 @@ class TensorBoard:
             self._writer.close()
 
 
+def mlflow_name(name: str) -> str:
+    """The name as MLflow takes names of metrics and parameters: letters, digits and `_-. :/`, which make a path
+    that is written in the shortest way, of 250 characters at most. Others become their code, as in "a_x21_"."""
+    taken = re.sub(r"[^\w\-. :/]", lambda found: f"_x{ord(found[0]):x}_", name)
+    if normpath(taken) != taken or taken.startswith(("/", ".")):
+        taken = "_" + taken.replace("/", "_x2f_")
+    return taken[:250]
+
+
 class MLflow:
     """A run of an experiment named after the job, on a tracking server or in FOLDER/mlflow.db."""
 
@@ -212,7 +223,7 @@ class MLflow:
 
     def log(self, round: int, figures: Mapping[str, float]) -> None:
         entity = self._mlflow.entities.Metric
-        metrics = [entity(name, value, 0, round) for name, value in figures.items()]
+        metrics = [entity(mlflow_name(name), value, 0, round) for name, value in figures.items()]
         with self._explained():
             self._client.log_batch(self._run, metrics=metrics)
         self.last = round
@@ -238,7 +249,7 @@ class MLflow:
         number = experiment.experiment_id if experiment else self._client.create_experiment(run.job)
         begun = self._client.create_run(number, run_name=run.name, tags={"roundtable.run": run.key})
         parameter = self._mlflow.entities.Param
-        parameters = [parameter(key, str(value)[:500]) for key, value in run.settings.items()]
+        parameters = [parameter(mlflow_name(key), str(value)[:500]) for key, value in run.settings.items()]
         self._client.log_batch(begun.info.run_id, params=parameters[:100])
         return str(begun.info.run_id)
 

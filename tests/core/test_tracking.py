@@ -18,6 +18,7 @@ from roundtable.core.observability.tracking import (
     Trackers,
     check_inside,
     check_trackers,
+    mlflow_name,
 )
 
 RUN = TrackedRun("digits", "first", "k1", {"cohort.size": 5})
@@ -208,3 +209,18 @@ def test_rows_that_come_faster_than_they_are_written_are_left_out(tmp_path):
     told._thread.shutdown()
     assert events(tmp_path / "runs" / "first") == {"loss": [(1, 0.25), (2, 0.5)]}
     assert said == ["figures come faster than trackers write them: some are left out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("training/loss at 0.5", "training/loss at 0.5"),
+        ("recall@10", "recall_x40_10"),
+        ("Trefferquote größe", "Trefferquote größe"),
+        ("a//b", "_a_x2f__x2f_b"),
+        ("../a", "_.._x2f_a"),
+        ("n" * 300, "n" * 250),
+    ],
+)
+def test_mlflow_is_given_names_that_it_takes(name: str, taken: str) -> None:
+    assert mlflow_name(name) == taken
