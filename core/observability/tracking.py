@@ -197,8 +197,8 @@ class TensorBoard:
 
 
 def mlflow_name(name: str) -> str:
-    """The name as MLflow takes names of metrics and parameters: letters, digits and `_-. :/`, which make a path
-    that is written in the shortest way, of 250 characters at most. Others become their code, as in "a_x21_"."""
+    """The name as MLflow takes those of metrics and parameters: letters, digits and `_-. :/`, a path in its
+    shortest form, 250 characters at most. Others become their code, as in "a_x21_"."""
     taken = re.sub(r"[^\w\-. :/]", lambda found: f"_x{ord(found[0]):x}_", name)
     if normpath(taken) != taken or taken.startswith(("/", ".")):
         taken = "_" + taken.replace("/", "_x2f_")
