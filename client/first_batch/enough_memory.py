@@ -56,7 +56,8 @@ def room_on(device: torch.device, memory: int | None = None, gpu_memory: int | N
     if free_here is not None:
         rooms.append(Room(free_here + memory_table().get("SwapFree", 0), "free for this process"))
     if memory is not None and (own := held_memory()) is not None:
-        rooms.append(Room(memory - own, "left by [policy] max_memory"))
+        allowed = f"this silo allows {memory >> 20} MiB ([policy] max_memory)"
+        rooms.append(Room(max(0, memory - own), allowed))
     return min(rooms, key=lambda room: room.free, default=None)
 
 

@@ -189,5 +189,5 @@ async def test_a_silo_trains_in_parts_or_refuses_before_it_begins(tmp_path: Path
     assert "activations of 64 examples" in told[0][1]
     assert told[0][2].startswith("reduced the batch size: no more than ")
     assert (failed.value.kind, failed.value.whole) == ("out_of_memory", True)
-    assert "left by [policy] max_memory" in failed.value.detail
+    assert "this silo allows 480 MiB ([policy] max_memory)" in failed.value.detail
     assert "give the silo a [cluster]" in failed.value.detail
