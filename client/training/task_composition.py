@@ -6,7 +6,8 @@ from roundtable.client.analysis_task import AnalysisTask
 from roundtable.core.algorithms.contract import ClientAlgorithm
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.config import JobConfig
-from roundtable.core.errors import ConfigError, PrivacyError
+from roundtable.core.errors import ConfigError, ModelMismatch, PrivacyError, TaskError
+from roundtable.core.foundation.model_difference import pins_difference
 from roundtable.core.foundation.pretrained_task import PretrainedTask
 from roundtable.core.layout import Layout
 from roundtable.core.privacy_table import ExampleLevel
@@ -19,12 +20,15 @@ _OF_SGD = ("learning_rate", "momentum", "weight_decay")
 
 def check_task_with(job: JobConfig, algorithm: ClientAlgorithm, task: AnyTask, layout: Layout) -> None:
     """Raises ConfigError, naming the algorithm, for a task whose training it could not change as it must, and
-    PrivacyError for one of which no silo could bound the gradient of each example.
+    PrivacyError for one of which no silo could bound the gradient of each example. ModelMismatch where the
+    base here has another tokenizer, configuration or whatever else of it the layout pins.
 
     What needs data (whether a loss is the mean over its examples) is found before the first step.
     """
     if isinstance(job.privacy, ExampleLevel) and not job.releases_sums:
         _check_sampled(task)
+    if isinstance(task, PretrainedTask):
+        _check_pins(task, layout)
     said, kind = f"algorithm {algorithm.table.name!r}", type(task).__name__
     if algorithm.answers != isinstance(task, AnalysisTask):
         raise ConfigError(
@@ -64,6 +68,15 @@ def check_task_with(job: JobConfig, algorithm: ClientAlgorithm, task: AnyTask, l
         )
     if own:
         _check_own_optimizer(algorithm.table, task)
+
+
+def _check_pins(task: PretrainedTask, layout: Layout) -> None:
+    try:
+        here = task.frozen_beside_pretrained()
+    except TaskError as error:
+        raise ModelMismatch(str(error)) from error
+    if differs := pins_difference(here, (spec.name for spec in layout.tensors), task):
+        raise ModelMismatch(differs)
 
 
 def _check_sampled(task: AnyTask) -> None:

@@ -126,7 +126,10 @@ class ClusterTrainer:
             return await shaped_update(self._config, self._settings, work, asked)
 
     async def check(self, work: StepWork) -> None:
-        """See Trainer: what is frozen is read once, by the ranks that share it out, when round 1 begins."""
+        """See Trainer. Nodes of a pool do not come for it: round 1 may not need this silo."""
+        if self._nodes is None:
+            async with self._at_work(work):
+                await self._do("check", known_to_ranks(work), lambda *seen: None)
 
     async def evaluate(self, work: StepWork, progress: ProgressListener) -> Metrics:
         """See Trainer."""
@@ -222,7 +225,7 @@ class ClusterTrainer:
     ) -> dict[str, Any]:
         self._number += 1
         command = {"do": verb, "number": self._number, "order": asdict(order_of_work(work))}
-        if verb == "evaluate":
+        if verb != "train":
             return await groups.evaluate(command)
         # Names of meetings begin anew with the agent.
         await asyncio.to_thread(shutil.rmtree, self._folder / PLACES, ignore_errors=True)

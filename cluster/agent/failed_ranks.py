@@ -51,8 +51,10 @@ class Course:
     def __str__(self) -> str:
         if not self.connected:
             return "while the ranks started"
-        if self.verb == "evaluate":
-            return "in an evaluation"
+        if self.verb != "train":
+            return (
+                "in an evaluation" if self.verb == "evaluate" else "before round 1, while models are compared"
+            )
         if not self.step:
             return "before the first step"
         if self.step == self.steps:

@@ -162,17 +162,17 @@ def shared_memory(first: str, second: str) -> TaskError:
     )
 
 
-def check_same_tensors(made: Iterable[str], real: Iterable[str]) -> None:
+def check_same_tensors(made: Iterable[str], real: Iterable[str], *, or_else: str = "") -> None:
     """Raises TaskError where a model made without weights has tensors of other names than the real one.
 
     What computes with weights while it is made (torch's `orthogonal`) may leave a tensor out where they have
-    no values.
+    no values. `or_else` is said at the end, of another cause.
     """
     here = set(made)
     if odd := min(here.symmetric_difference(real), default=None):
         raise TaskError(
             f"model() makes {odd} {'only' if odd in here else 'not'} where weights have no values yet, as on "
-            f"a cluster's ranks; {_OF_SHAPES}"
+            f"a cluster's ranks; {_OF_SHAPES}{or_else}"
         )
 
 

@@ -222,6 +222,11 @@ class GroupExecutor:
         digest, size = self._deliver(trainer, order, start, change, kept)
         return TrainedUpdate(digest=digest, size=size, examples=1, metrics={})
 
+    def check(self, order: Order) -> None:
+        """Finds what is frozen in the model, to be at hand. ModelMismatch where it is not the order's."""
+        _, start, _ = self._prepare(order, steps=0)
+        self._others(order, start)
+
     def evaluate(self, order: Order, beat: Callable[[], None] = lambda: None) -> Metrics:
         """Evaluates the order's model on the silo's test data; `beat` is called with each batch."""
         trainer, start, _ = self._prepare(order, steps=0)

@@ -234,6 +234,9 @@ def _do(
     try:
         if command["do"] == "train":
             result: dict[str, Any] = {"trained": asdict(executor.train(order, watch, withdrawn))}
+        elif command["do"] == "check":
+            executor.check(order)
+            result = {"checked": True}
         else:
             result = {"evaluated": executor.evaluate(order, before_batch)}
     except Stopped:

@@ -123,7 +123,10 @@ class Replica:
         values = shared_constants(self._task, made[0], self._seed, self.device)
         for index, model in enumerate(made):
             set_constants(model, values)
-            check_same_tensors(model.state_dict(), (spec.name for spec in self._layout.model.tensors))
+            names = [spec.name for spec in self._layout.model.tensors]
+            check_same_tensors(
+                model.state_dict(), names, or_else="; or install the task of the job's version"
+            )
             check_shared_memory(model, self._layout)
             anatomy: Anatomy = dissect(model)
             if anatomy.batch_norms and not self._plain:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from cluster_silo import Silo, watched
 from tiny_bases import write_base
 
+from roundtable.client.failures import WorkFailed
 from roundtable.cluster.parallel.meta_init import model_on_meta
 from roundtable.cluster.train.frozen_weights import frozen_weights
 from roundtable.cluster.train.pretrained_weights import pretrained_weights
 from roundtable.core import JobConfig, Layout, Site, initial_state
-from roundtable.core.errors import LayoutError
+from roundtable.core.errors import MODEL_MISMATCH, LayoutError
 from roundtable.core.foundation.base_model import BaseModel
 from roundtable.core.foundation.huggingface_task import HuggingFaceTask
 
@@ -95,6 +96,21 @@ def test_no_rank_loads_the_whole_base(
         dist.destroy_process_group()
 
 
+async def test_ranks_compare_the_base_before_round_1(tmp_path: Path) -> None:
+    """And once it is mended they compare again, with processes that have read nothing of the other."""
+    tokens = write_base(tmp_path / "base") / "tokenizer.json"
+    silo, right = Silo(tmp_path, JOB, TASK, table={"timeout": 60.0}), tokens.read_text()
+    tokens.write_text(right.replace('"add_prefix_space": false', '"add_prefix_space": true'))
+    async with silo.trainer() as trainer:
+        with pytest.raises(WorkFailed, match="the digest of its tokenizer is") as caught:
+            await trainer.check(silo.work(phase="check"))
+        assert caught.value.kind == MODEL_MISMATCH
+        tokens.write_text(right)
+        await trainer.check(silo.work(phase="check"))
+        assert trainer.launches == 2
+        assert not trainer.steps
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("strategy", [{"data_parallel": "ddp"}, {"data_parallel": "zero3", "micro_batch": 2}])
@@ -105,7 +121,9 @@ async def test_two_ranks_train_adapters_as_one_process(
     silo = Silo(tmp_path, JOB, TASK, table={"strategy": strategy, "timeout": 60.0})
     alone = silo.alone()
     async with silo.trainer() as trainer:
+        await trainer.check(silo.work(phase="check"))
         trained = await trainer.train(silo.work(), watched([]))
+        assert trainer.launches == 1
     assert trained.metrics["loss"][0] > 0
     assert float(alone.abs().max()) > 1e-2
     torch.testing.assert_close(silo.update(), alone, rtol=1e-4, atol=1e-6)
