@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -73,9 +74,26 @@ def mixed(world: World) -> bool:
     return True
 
 
+@cache
+def lstm_in_bfloat16() -> bool:
+    """Whether torch has an LSTM in bfloat16 for this processor: oneDNN has none without AVX-512."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(4, 4)(torch.zeros(2, 1, 4))
+    except RuntimeError:
+        return False
+    return True
+
+
 def trained_task(world: World, device: torch.device) -> AnyTask:
-    """The task as clients train it."""
+    """The task as clients train it. ConfigError for an LSTM where the processor has none in bfloat16."""
     if not mixed(world):
         return world.task
     assert not isinstance(world.task, ArrayTask)
+    lacks = device.type == "cpu" and not lstm_in_bfloat16()
+    if lacks and any(isinstance(layer, nn.LSTM) for layer in world.task.model().modules()):
+        raise ConfigError(
+            'simulation.precision = "bf16": this processor has no LSTM in bfloat16 (AVX-512 is needed); '
+            'set simulation.precision = "float32"'
+        )
     return MixedPrecision(world.task, device)

@@ -13,6 +13,8 @@ from roundtable.core import ArrayTask, Model
 from roundtable.core.errors import ConfigError
 from roundtable.core.privacy_table import privacy_from
 from roundtable.simulation.backend import Backend, Trained, World
+from roundtable.simulation.backends import precision
+from roundtable.simulation.backends.precision import lstm_in_bfloat16
 from roundtable.simulation.backends.sequential import Sequential
 from roundtable.simulation.backends.stacked import Stacked
 from roundtable.simulation.backends.vectorised import Vectorised
@@ -46,23 +48,13 @@ def check(backend: Backend, place: World) -> None:
         assert 0 < (row - truth).norm() < tolerance * truth.norm()
 
 
-def recurrent() -> bool:
-    """Whether torch has recurrent layers in bfloat16 for this processor: oneDNN has none without AVX-512."""
-    layer = torch.nn.LSTM(4, 4)
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            layer(torch.zeros(2, 1, 4))
-    except RuntimeError:
-        return False
-    return True
-
-
-RECURRENT = pytest.param(
-    Tokens, marks=pytest.mark.skipif(not recurrent(), reason="no LSTM in bfloat16 on this processor")
+WITH_LSTM = pytest.param(
+    Tokens,
+    marks=pytest.mark.skipif(not lstm_in_bfloat16(), reason="no LSTM in bfloat16 on this processor"),
 )
 
 
-@pytest.mark.parametrize("task", [Perceptron, Convolution, Attention, RECURRENT])
+@pytest.mark.parametrize("task", [Perceptron, Convolution, Attention, WITH_LSTM])
 def test_sequential_clients_differ_by_rounding_alone(task: type[Base]) -> None:
     place = mixed(task())
     backend = Sequential(place)
@@ -90,6 +82,13 @@ def test_stacked_clients_differ_by_rounding_alone_on_a_gpu(task: type[Base]) -> 
     # torch 2.11 has no softmax there whose input is bfloat16 and whose gradient is float32.
     known = task is Attention and "input and grad types to match" in (backend.refused or "")
     assert backend.refused is None or known, backend.refused
+
+
+def test_lstm_in_bfloat16_without_bfloat16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "lstm_in_bfloat16", lambda: False)
+    Sequential(mixed(Perceptron()))
+    with pytest.raises(ConfigError, match="this processor has no LSTM in bfloat16"):
+        Sequential(mixed(Tokens()))
 
 
 class ByHand(Perceptron):
