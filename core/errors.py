@@ -18,6 +18,7 @@
     ├── AuditError              an audit log or a receipt that is not what was signed
     ├── UnavailableError        the other side cannot be reached, for now
     └── ResourceError           a port, disk or device that is missing or full
+        └── InsufficientMemory  a step of training that would need more memory than there is
 
 A message names what was wrong, where, and what to do about it. `SiteFailure` is not an error but
 the record of one: it travels from the silo where something failed to the round that waits for it.
