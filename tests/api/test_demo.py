@@ -39,6 +39,7 @@ def _left_over(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_demo_gives_bit_for_bit_what_the_simulation_gives(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     done = subprocess.run(

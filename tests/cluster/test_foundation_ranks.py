@@ -97,18 +97,13 @@ def test_no_rank_loads_the_whole_base(
 
 
 async def test_ranks_compare_the_base_before_round_1(tmp_path: Path) -> None:
-    """And once it is mended they compare again, with processes that have read nothing of the other."""
     tokens = write_base(tmp_path / "base") / "tokenizer.json"
-    silo, right = Silo(tmp_path, JOB, TASK, table={"timeout": 60.0}), tokens.read_text()
-    tokens.write_text(right.replace('"add_prefix_space": false', '"add_prefix_space": true'))
+    silo = Silo(tmp_path, JOB, TASK, table={"timeout": 60.0})
+    tokens.write_text(tokens.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true'))
     async with silo.trainer() as trainer:
         with pytest.raises(WorkFailed, match="the digest of its tokenizer is") as caught:
             await trainer.check(silo.work(phase="check"))
-        assert caught.value.kind == MODEL_MISMATCH
-        tokens.write_text(right)
-        await trainer.check(silo.work(phase="check"))
-        assert trainer.launches == 2
-        assert not trainer.steps
+    assert caught.value.kind == MODEL_MISMATCH
 
 
 @pytest.mark.slow
