@@ -63,7 +63,7 @@ def step_memory(
 
     Nothing of the module changes. Raises NotEstimated, with the reason, where the step does not run so.
     """
-    with _quietly(), isolated_randomness(0, torch.device("cpu")):
+    with quietly(), isolated_randomness(0, torch.device("cpu")):
         try:
             return _counted(task, module, batch, optimizer, change)
         except Exception as error:
@@ -169,7 +169,8 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
+    """What is tried may fail, and torch logs the traceback of an operation whose shapes do not fit."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)

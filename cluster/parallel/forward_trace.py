@@ -5,7 +5,6 @@ Nothing is materialised: parameters, batch and activations are fake tensors, whi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -219,18 +218,6 @@ def trace(
 
 def unheard(how_far: str) -> None:
     """For who does not say how far it is."""
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """What is tried may fail, and torch logs the traceback of an operation whose shapes do not fit."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def draws(operation: Any, args: Any, kwargs: Any) -> bool:

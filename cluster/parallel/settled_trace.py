@@ -17,10 +17,11 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from roundtable.client.batch_tensors import examples_in
+from roundtable.client.first_batch.step_memory import quietly
 from roundtable.client.training.micro_batches import parts
 from roundtable.cluster.parallel.anatomy import Rewritten, attributes_of
 from roundtable.cluster.parallel.experts import Experts
-from roundtable.cluster.parallel.forward_trace import Trace, quietly, trace
+from roundtable.cluster.parallel.forward_trace import Trace, trace
 from roundtable.cluster.parallel.pipeline_stages import FixedOutput
 from roundtable.core.errors import TaskError
 from roundtable.core.seeds import isolated_randomness

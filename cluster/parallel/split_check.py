@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from roundtable.client.first_batch.step_memory import quietly
 from roundtable.cluster.parallel.anatomy import reached_from
-from roundtable.cluster.parallel.forward_trace import quietly
 from roundtable.cluster.parallel.packed_layers import (
     inputs_of_layer,
     multiply_by_rows,

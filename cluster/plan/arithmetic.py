@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from typing_extensions import override
 
-from roundtable.cluster.parallel.forward_trace import fake_model, quietly
+from roundtable.client.first_batch.step_memory import quietly
+from roundtable.cluster.parallel.forward_trace import fake_model
 from roundtable.cluster.parallel.strategy import (
     by_entry,
     cannot_code_state,

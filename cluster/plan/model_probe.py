@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from roundtable.client.batch_tensors import give_float32
+from roundtable.client.first_batch.step_memory import quietly
 from roundtable.client.streams.readers import lanes_of
 from roundtable.client.training.batches import count_examples, ordered_batches
 from roundtable.cluster.parallel.anatomy import Anatomy, dissect
@@ -30,7 +31,6 @@ from roundtable.cluster.parallel.forward_trace import (
     NotTraceable,
     Trace,
     fake_model,
-    quietly,
     trace,
     unheard,
 )
