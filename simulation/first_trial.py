@@ -26,7 +26,7 @@ from roundtable.core.plugins.doors import foreign_trace
 from roundtable.core.privacy_table import ExampleLevel
 from roundtable.core.task import ArrayTask, Site, Task, load_task
 from roundtable.core.toml import TomlDocument
-from roundtable.simulation.backend import World
+from roundtable.simulation.backend import Work, World
 from roundtable.simulation.backends.sequential import ROWS_IN_MEMORY
 from roundtable.simulation.choose_backend import device_of
 from roundtable.simulation.world.partition import SeededPartition, make_partition
@@ -95,10 +95,11 @@ def _enough(world: World, processes: int, task: Task, module: nn.Module, batch: 
     if isinstance(job.privacy, ExampleLevel):
         return ""  # DP-SGD takes parts of a batch as they fit.
     here = context.device.type == "cpu"
+    work = world.local_work(1, world.initial.vector, Work(context.site, world.names.index_of(context.site)))
     rows = 4 * world.layout.sent.size * (job.cohort.size or job.simulation.clients)
     step = TriedStep(
         task=task,
-        job=job,
+        work=work,
         module=module,
         context=context,
         batch=batch,

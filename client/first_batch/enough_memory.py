@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,11 +18,11 @@ import torch
 from torch import nn
 
 from roundtable.client.first_batch.step_memory import NotEstimated, StepMemory, bytes_of, step_memory
+from roundtable.client.training.algorithm_round import begun
+from roundtable.client.training.local_work import LocalWork
 from roundtable.client.training.micro_batches import CannotSplit, parts
 from roundtable.client.training.training_loop import make_optimizer
-from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.round_context import Context
-from roundtable.core.config import JobConfig
 from roundtable.core.errors import InsufficientMemory
 from roundtable.core.foundation.pretrained_task import PretrainedTask
 from roundtable.core.machine.process_facts import free_memory, held_memory, memory_table
@@ -63,14 +64,15 @@ def room_on(device: torch.device, memory: int | None = None, gpu_memory: int | N
 
 @dataclass(frozen=True)
 class TriedStep:
-    """A step of a task's `batch` of `examples` (None: nobody has one), in each of so many `processes`.
+    """A step of a client's `work` on a `batch` of `examples` (None: nobody has one), in each of so many
+    `processes`.
 
     `held` are the bytes that a process has of it already where it trains, `beside` what all need besides: the
     updates. `cluster`: whether a silo's could take the step.
     """
 
     task: Task
-    job: JobConfig
+    work: LocalWork
     module: nn.Module
     context: Context
     batch: Any
@@ -88,12 +90,19 @@ class TriedStep:
             batch = self.batch
             if batch is not None and examples < self.examples:
                 batch, _ = next(parts(batch, self.examples, examples))
-            change = _checkpointed if checkpointing else lambda module: None
             # What a loss sets on its task would be tensors without values.
-            told = in_context(copy.copy(self.task), replace(self.context, device=torch.device("cpu")))
-            step = make_algorithm(self.job.algorithm).step()
-            optimizer = partial(make_optimizer, told, job=self.job, step=step, round=1)
-            self.known[key] = step_memory(told, self.module, batch, optimizer, change)
+            context = replace(self.context, device=torch.device("cpu"))
+            told, rules = in_context(copy.copy(self.task), context), self.work.rules()
+            optimizer = partial(make_optimizer, told, job=self.work.job, step=rules.step(), round=1)
+            with ExitStack() as entered:
+
+                def change(module: nn.Module) -> None:
+                    if checkpointing:
+                        _checkpointed(module)
+                    if rules.resizes:
+                        entered.enter_context(rules.while_training(begun(self.work, context, ()), module))
+
+                self.known[key] = step_memory(told, self.module, batch, optimizer, change)
         return self.known[key]
 
     def needed(self, examples: int, **how: bool) -> int:

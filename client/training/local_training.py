@@ -114,12 +114,12 @@ def _train_module(
     vector = work.vector[: layout.size]
     with borrowed(module, layout, vector, work.local), ExitStack() as hooks:
         start = vector if is_plain(layout) else layout.flatten(module, torch.empty_like(vector))
-        parameters = [p for p in module.parameters() if p.requires_grad]
         measure = partial(whole_loss, task, module, data, work, device, execution.before_batch)
         trained = trained_slices(module, layout)
         rules = AlgorithmRound(work, context, trained, measure)
         rules.begins(module)
         hooks.enter_context(rules.algorithm.while_training(rules.round, module))
+        parameters = [p for p in module.parameters() if p.requires_grad]
         batches = RoundBatches(data, work, device)
         correct = make_correction(rules.step, parameters, rules.constants(module, parameters))
         loop = TrainingLoop(task, module, parameters, work, rules, execution)
@@ -148,6 +148,7 @@ def _train_module(
             asked = asking(batches, execution.before_batch)
             taken = asked if own is None else _remembered(asked, seen)
             loop.fit(taken, correct, watched(progress, work, data))
+        hooks.close()
         rules.leaves(module)
         if execution.arrives is not None:
             assert is_plain(layout)

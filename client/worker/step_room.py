@@ -56,7 +56,7 @@ def check_step(
         return
     step = TriedStep(
         task=task,
-        job=job,
+        work=work,
         module=model,
         context=work.context(data, device),
         batch=batch,

@@ -196,8 +196,10 @@ class ClientAlgorithm:
     """One way to train at a client. An instance serves one job; what differs by client is in the round.
 
     tells_loss: whether a client's loss can be told from what it sends, by the server that does its part.
-    looks_back: whether `gradients` looks at the batch of the step before. keeps: what a client goes on from
-    in the next round beside the global model, for people, where `end` gives some to keep.
+    looks_back: whether `gradients` looks at the batch of the step before. resizes: whether `while_training`
+    gives the module smaller parameters; it is then entered before the first step too, with tensors without
+    values, whose memory is counted. keeps: what a client goes on from in the next round beside the global
+    model, for people, where `end` gives some to keep.
     """
 
     Table: ClassVar[type[AlgorithmTable]] = AlgorithmTable
@@ -207,6 +209,7 @@ class ClientAlgorithm:
     tells_loss: bool = False
     answers: bool = False
     looks_back: bool = False
+    resizes: bool = False
     keeps: str = ""
 
     def __init__(self, table: AlgorithmTable) -> None:
@@ -256,7 +259,7 @@ class ClientAlgorithm:
         """Entered with the model as received in `module`, left after the last step, or when one fails.
 
         It may set weights that are trained, and put into the module what it takes out again; the update is
-        from the model as received.
+        from the model as received to what is left then.
         """
         return nullcontext()
 

@@ -16,6 +16,7 @@ from roundtable.core.algorithms.contract import ClientRound, ServerAlgorithm
 from roundtable.core.algorithms.factor_rows import FactorRows
 from roundtable.core.algorithms.factors.factor_pairs import FactorPair, factor_pairs
 from roundtable.core.algorithms.factors.own_ranks import Product, RankedAlgorithm, RankedServer, RankTable
+from roundtable.core.algorithms.factors.own_size import of_own_size
 from roundtable.core.algorithms.factors.thin_products import truncated
 from roundtable.core.errors import TaskError
 
@@ -39,14 +40,14 @@ class Flora(RankedAlgorithm):
     def while_training(self, round: ClientRound, module: nn.Module) -> Iterator[None]:
         pairs, chance = factor_pairs(round.layout), round.context.generator("factors")
         with ExitStack() as added:
-            for pair, rank in zip(pairs, self.ranks(round, pairs), strict=True):
+            for pair in pairs:
                 down, up = map(module.get_parameter, pair.names)
                 added.callback(_add_product(module, pair, down.detach().clone(), up.detach().clone()))
                 fresh = torch.empty(pair.rank, down.shape[1]).uniform_(-1, 1, generator=chance)
                 with torch.no_grad():
                     down.copy_(fresh / math.sqrt(down.shape[1]))
-                    down[rank:] = 0
                     up.zero_()
+            added.enter_context(of_own_size(module, pairs, self.ranks(round, pairs)))
             yield
 
 

@@ -1,7 +1,7 @@
 """What algorithms share in which a client trains so many rows of the low-rank factors as it has a rank.
 
-All vectors have the places of the task's rank; behind a client's own rank A's rows and B's columns are zero.
-There both gradients are zero as well, so that no optimizer without a constant moves them.
+All vectors have the places of the task's rank; behind a client's own rank A's rows and B's columns are zero,
+where both gradients would be zero as well: so it trains factors that end there.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from roundtable.core.algorithms.contract import (
 )
 from roundtable.core.algorithms.factor_rows import FactorRows, MergedFactors
 from roundtable.core.algorithms.factors.factor_pairs import FactorPair, factor_pairs
+from roundtable.core.algorithms.factors.own_size import of_own_size
 from roundtable.core.algorithms.factors.thin_products import side_by_side, square, stacked
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.errors import ConfigError
@@ -51,9 +52,10 @@ class RankTable(AlgorithmTable):
 
 
 class RankedAlgorithm(ClientAlgorithm):
-    """A client trains the first rows of A and columns of B that it is sent, and zeroes the others."""
+    """A client trains the first rows of A and columns of B that it is sent, and sends the others as zeros."""
 
     Table = RankTable
+    resizes = True
     composition = Composition(
         own_optimizers=True,
         schedule=True,
@@ -85,12 +87,8 @@ class RankedAlgorithm(ClientAlgorithm):
     @contextmanager
     def while_training(self, round: ClientRound, module: nn.Module) -> Iterator[None]:
         pairs = factor_pairs(round.layout)
-        with torch.no_grad():
-            for pair, rank in zip(pairs, self.ranks(round, pairs), strict=True):
-                down, up = map(module.get_parameter, pair.names)
-                down[rank:] = 0
-                up[:, rank:] = 0
-        yield
+        with of_own_size(module, pairs, self.ranks(round, pairs)):
+            yield
 
 
 class RankedServer(ServerAlgorithm):
