@@ -16,11 +16,10 @@ from roundtable.core.algorithms.contract import (
     SECOND,
     ClientAlgorithm,
     ClientRound,
-    OuterStep,
     Sent,
 )
 from roundtable.core.algorithms.passes import put
-from roundtable.core.algorithms.round_context import Context
+from roundtable.core.algorithms.round_context import Context, OuterStep
 from roundtable.core.algorithms.schedules import Schedule
 from roundtable.core.config import JobConfig
 from roundtable.core.errors import InvalidUpdate, TaskError

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from roundtable.core.algorithms.factor_rows import FactorRows, MergedFactors
 from roundtable.core.algorithms.gradient_work import Gradients, GradientWork, Held
-from roundtable.core.algorithms.round_context import Context
+from roundtable.core.algorithms.round_context import Context, OuterStep
 from roundtable.core.algorithms.step import LocalStep
 from roundtable.core.algorithms.table import AlgorithmTable
 from roundtable.core.layout import Layout
@@ -101,16 +101,6 @@ class Composition:
     task_method: str = ""
     outer_step: bool = False
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class OuterStep:
-    """The server's step of a round, x ← x + rate (Δ + momentum m) with m ← momentum m + Δ, and the `share` of
-    one client's update in Δ."""
-
-    rate: float
-    momentum: float
-    share: float
 
 
 @dataclass(frozen=True)

@@ -33,3 +33,13 @@ class Context:
     def generator(self, purpose: str) -> torch.Generator:
         """A generator of random numbers for this purpose, on CPU."""
         return torch_generator(self.job_seed, self.round, self.site, "own", purpose)
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """The server's step of a round, x ← x + rate (Δ + momentum m) with m ← momentum m + Δ, and the `share` of
+    one client's update in Δ."""
+
+    rate: float
+    momentum: float
+    share: float
