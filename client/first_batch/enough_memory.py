@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -91,8 +91,7 @@ class TriedStep:
             if batch is not None and examples < self.examples:
                 batch, _ = next(parts(batch, self.examples, examples))
             # What a loss sets on its task would be tensors without values.
-            context = replace(self.context, device=torch.device("cpu"))
-            told, rules = in_context(copy.copy(self.task), context), self.work.rules()
+            told, rules = in_context(copy.copy(self.task), self.context), self.work.rules()
             optimizer = partial(make_optimizer, told, job=self.work.job, step=rules.step(), round=1)
             with ExitStack() as entered:
 
@@ -100,9 +99,12 @@ class TriedStep:
                     if checkpointing:
                         _checkpointed(module)
                     if rules.resizes:
-                        entered.enter_context(rules.while_training(begun(self.work, context, ()), module))
+                        entered.enter_context(
+                            rules.while_training(begun(self.work, self.context, ()), module)
+                        )
 
-                self.known[key] = step_memory(told, self.module, batch, optimizer, change)
+                device = self.context.device
+                self.known[key] = step_memory(told, self.module, batch, optimizer, change, device)
         return self.known[key]
 
     def needed(self, examples: int, **how: bool) -> int:

@@ -22,10 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from roundtable.client.batch_tensors import moved
 from roundtable.client.training.training_loop import Optimizer
 from roundtable.core.seeds import isolated_randomness
 from roundtable.core.task import Task
 
+_CPU = torch.device("cpu")
 _MOST_REAL = 64 << 20
 _ATEN = torch.ops.aten
 _PUT = {_ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default}
@@ -58,24 +60,33 @@ def step_memory(
     batch: Any,
     optimizer: Optimizers,
     change: Callable[[Any], None] = lambda module: None,
+    device: torch.device = _CPU,
 ) -> StepMemory:
-    """The step of a batch, None for one that has no tensors, of the module with a `change` to a copy of it.
+    """The step of a batch, None for one that has no tensors, of the module with a `change` to a copy of it,
+    as `device` would take it: its kernels keep other tensors. The batch is copied there, wherever it is.
 
     Nothing of the module changes. Raises NotEstimated, with the reason, where the step does not run so.
     """
-    with quietly(), isolated_randomness(0, torch.device("cpu")):
+    with quietly(), isolated_randomness(0, device):
         try:
-            return _counted(task, module, batch, optimizer, change)
+            return _counted(task, module, moved(batch, device), optimizer, change, device)
         except Exception as error:
             raise NotEstimated(f"{type(error).__name__}: {error}") from error
 
 
 def _counted(
-    task: Task, module: nn.Module, batch: Any, optimizer: Optimizers, change: Callable[[Any], None]
+    task: Task,
+    module: nn.Module,
+    batch: Any,
+    optimizer: Optimizers,
+    change: Callable[[Any], None],
+    device: torch.device,
 ) -> StepMemory:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         fake = copy.deepcopy(module)
+    with mode:
+        _move(fake, device)
     change(fake.train())
     parameters = [each for each in fake.parameters() if each.requires_grad]
     live = _Live(mode, [*fake.parameters(), *fake.buffers()])
@@ -101,6 +112,21 @@ def _counted(
         activations=forward,
         peak=bytes_of(module) + max(passed + state, live.most),
     )
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Puts its tensors on the device, those that it has at two places too; `to` would keep the old ones'."""
+    there = dict[int, Tensor]()
+    for each in module.modules():
+        for tensors in (each._parameters, each._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.device.type == device.type:
+                    continue
+                if id(tensor) not in there:
+                    new = torch.empty_like(tensor, device=device)
+                    again = nn.Parameter(new, tensor.requires_grad)
+                    there[id(tensor)] = again if isinstance(tensor, nn.Parameter) else new
+                tensors[name] = there[id(tensor)]  # type: ignore[assignment]
 
 
 def bytes_of(module: nn.Module) -> int:

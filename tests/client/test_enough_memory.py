@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -107,6 +108,32 @@ def test_what_a_step_needs_is_what_it_then_allocates(task: Classes, optimizer: C
     assert 0.9 < estimated.peak / (held + peak_of(traced)) < 1.05
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("task", "optimizer"),
+    [(Classes(), ADAM), (Pictures(), MOMENTUM), (Language(False), ADAM), (Language(True), ADAM)],
+    ids=["perceptron", "convolutions", "transformer", "adapters"],
+)
+def test_what_a_step_needs_is_no_more_than_a_gpu_then_allocates(
+    task: Classes, optimizer: Callable[..., Any]
+) -> None:
+    gpu, model = torch.device("cuda:0"), task.model().train()
+    rows = tuple(part.repeat(16, *[1] * (part.dim() - 1)) for part in task.data(Site("s"))[0])
+    estimated = step_memory(task, model, rows, optimizer, device=gpu)
+    model, batch = model.to(gpu), tuple(part.to(gpu) for part in rows)
+    made = optimizer([each for each in model.parameters() if each.requires_grad])
+    # The first step takes memory for the libraries' own use, which stays.
+    for _ in range(2):
+        made.zero_grad()
+        beside = torch.cuda.memory_allocated() - bytes_of(model) - estimated.optimizer
+        torch.cuda.reset_peak_memory_stats()
+        task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        made.step()
+    taken = torch.cuda.max_memory_allocated() - beside
+    print(f"{type(task).__name__}: {estimated.peak / taken:.2f} of {taken / (1 << 20):.1f} MiB")
+    assert 0.6 < estimated.peak / taken < 1.05
+
+
 TABLE: dict[str, Any] = {
     "task": "toy",
     "rounds": 1,
@@ -149,6 +176,33 @@ def test_what_cannot_be_known_is_not_refused(monkeypatch, tmp_path: Path) -> Non
         simulated_in(1 << 10, monkeypatch, Classes(), tmp_path)
 
 
+class Wider(Classes):
+    """2.8 GB of weights, and as many for the layer between of 36 examples."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 10_000_000), nn.ReLU(), nn.Linear(10_000_000, 5))
+
+    def data(self, site: Site) -> Any:
+        return (torch.randn(8192, 64), torch.randint(5, (8192,))), None
+
+
+@pytest.mark.gpu
+def test_what_is_said_to_fit_a_gpu_does(tmp_path: Path) -> None:
+    table = {**TABLE["simulation"], "device": "cuda"}
+
+    def simulated(examples: int) -> Any:
+        algorithm = {**TABLE["algorithm"], "batch_size": examples}
+        job = JobConfig.model_validate({**TABLE, "simulation": table, "algorithm": algorithm})
+        return simulate(job, Wider(), folder=tmp_path, progress=False)
+
+    with pytest.raises(InsufficientMemory, match="free on the GPU") as refused:
+        simulated(8192)
+    said = re.search(r"algorithm\.batch_size = (\d+)", str(refused.value))
+    assert said is not None
+    print(refused.value)
+    assert simulated(int(said[1])).status == "finished"
+
+
 WIDE = """
 import torch
 from torch import nn
@@ -166,19 +220,27 @@ class Toy(Task):
 """
 
 
-@pytest.mark.slow
-async def test_a_silo_trains_in_parts_or_refuses_before_it_begins(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "limit", "too_wide"),
+    [
+        pytest.param("cpu", "max_memory", 1 << 22, marks=pytest.mark.slow),
+        pytest.param("cuda", "max_gpu_memory", 1 << 23, marks=pytest.mark.gpu),
+    ],
+)
+async def test_a_silo_trains_in_parts_or_refuses_before_it_begins(
+    device: str, limit: str, too_wide: int, tmp_path: Path
+) -> None:
     """The limit is that of its process, which would be ended beyond it."""
     told = list[tuple[str, str, str]]()
-    for width in (1 << 20, 1 << 22):
+    for width in (1 << 20, too_wide):
         folder = tmp_path / str(width)
         folder.mkdir()
         job = {"algorithm": {"batch_size": 64, "learning_rate": 0.1, "steps": 1}}
-        silo = Silo(folder, job, WIDE.format(width=width), policy={"max_memory": "480MiB"})
-        trainer = WorkerTrainer(silo.config, "alder", silo.config.state / "jobs")
+        silo = Silo(folder, job, WIDE.format(width=width), policy={limit: "480MiB"})
+        trainer = WorkerTrainer(replace(silo.config, device=device), "alder", silo.config.state / "jobs")
         work = replace(silo.work(), trouble=lambda *said: told.append(said))
         try:
-            if width == 1 << 20:
+            if width < too_wide:
                 await trainer.train(work, lambda *seen: None)
             else:
                 with pytest.raises(WorkFailed) as failed:
@@ -189,5 +251,5 @@ async def test_a_silo_trains_in_parts_or_refuses_before_it_begins(tmp_path: Path
     assert "activations of 64 examples" in told[0][1]
     assert told[0][2].startswith("reduced the batch size: no more than ")
     assert (failed.value.kind, failed.value.whole) == ("out_of_memory", True)
-    assert "this silo allows 480 MiB ([policy] max_memory)" in failed.value.detail
+    assert f"[policy] {limit}" in failed.value.detail
     assert "give the silo a [cluster]" in failed.value.detail
