@@ -85,6 +85,11 @@ def _check_sampled(task: AnyTask) -> None:
             'privacy.level = "example" bounds the gradient of every example: it needs a Task with a model, '
             'data and a loss, not an ArrayTask or a script; for those use level "client_local"'
         )
+    if isinstance(task, PretrainedTask) and task.inseparable:
+        raise PrivacyError(
+            'privacy.level = "example" clips the gradient of each row, and none can be had of '
+            f"{type(task).__name__} with {task.inseparable}"
+        )
     check_model(task.model())
 
 

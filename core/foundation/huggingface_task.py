@@ -194,6 +194,13 @@ class HuggingFaceTask(PretrainedTask):
         peft = library("peft")
         return peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=self.virtual_tokens)
 
+    @property
+    @override
+    def inseparable(self) -> str:
+        if self.objective == "dpo":
+            return 'objective = "dpo", whose example is two rows of one batch: set objective = "sft"'
+        return super().inseparable
+
     @override
     def described(self) -> str:
         prefix = f" of {self.virtual_tokens} virtual tokens" if self.method == "prefix" else ""

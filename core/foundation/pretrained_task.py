@@ -101,6 +101,17 @@ class PretrainedTask(Task):
         """What its model takes, as transformers names it."""
         return ("input_ids",)
 
+    @property
+    def inseparable(self) -> str:
+        """Which setting keeps the gradient of a row from being told from others', and what to set in its
+        place; empty where it can be told, as privacy level "example" needs it."""
+        if self.method not in ("dora", "ia3"):
+            return ""
+        return (
+            f'method = "{self.method}", whose vectors scale what layers give, for which no way to such '
+            'gradients has a rule: set method = "lora" or "ffa_lora"'
+        )
+
     def opened_by(self, base: str) -> str:
         """The expression of Python by which others load the base of this name, for an adapter over it."""
         return f'{self.pretrained_base.auto}.from_pretrained("{base}")'

@@ -131,8 +131,8 @@ def _detach(wrapped: Any, parameters: list[nn.Parameter]) -> None:
         parameter.grad = None
     for module in wrapped._module.modules():
         for name in ("activations", "max_batch_len"):
-            if hasattr(module, name):
-                delattr(module, name)
+            # Its own alone: a module around another one may show what that one has, as peft's do.
+            vars(module).pop(name, None)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from roundtable.core.algorithms.contract import ClientRound
 from roundtable.core.algorithms.factors.factor_pairs import factor_pairs
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.algorithms.round_context import Context
-from roundtable.core.errors import ConfigError, RoundtableError
+from roundtable.core.errors import ConfigError, PrivacyError
 from roundtable.core.identity.credentials import issue
 from roundtable.core.initial_model import initial_model
 from roundtable.operator import OperatorClient
@@ -300,20 +300,14 @@ def test_example_level_privacy_trains_adapters(folder: Path) -> None:
     assert not torch.equal(result.model.vector, start.vector)
 
 
-@pytest.mark.slow
-def test_what_single_rows_have_no_gradient_of_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("setting", [{"method": "dora"}, {"method": "ia3"}, {"objective": "dpo"}], ids=str)
+def test_what_single_rows_have_no_gradient_of_is_refused(folder: Path, setting: dict[str, str]) -> None:
     privacy = {"level": "example", "epsilon": 8, "delta": 1e-3, "clip_norm": 1.0, "batch_size": 4}
     tables = {"aggregation": {"weighting": "uniform"}, "evaluation": {"every": 0}, "rounds": 1}
-    job = JobConfig.model_validate(
-        {
-            **TABLE,
-            **tables,
-            "task": {"name": "toy", "method": "dora"},
-            "privacy": {**privacy, "local_steps": 1},
-        }
-    )
-    with pytest.raises(RoundtableError, match=r"lora_magnitude_vector\.default \(DoraLinearLayer\)"):
-        simulate(job, folder=folder)
+    job = {**TABLE, **tables, "task": {"name": "toy", **setting}, "privacy": {**privacy, "local_steps": 1}}
+    name, value = next(iter(setting.items()))
+    with pytest.raises(PrivacyError, match=rf'had of Toy with {name} = "{value}".*set {name} = "'):
+        simulate(JobConfig.model_validate(job), folder=folder)
 
 
 def pairs_of(result: Any) -> Any:

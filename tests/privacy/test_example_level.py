@@ -195,6 +195,29 @@ def test_the_probe_chooses_a_mode_that_works() -> None:
         private(mlp(), Data(VECTORS), mode="magic")
 
 
+def test_a_module_that_shows_what_the_one_within_it_has_is_let_go_again() -> None:
+    """As peft's around a module that trains whole: it shows Opacus's notes on the other one as its own."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(12, 3)
+
+        def __getattr__(self, name: str) -> object:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    model = Around()
+    with private(model, Data(VECTORS), mode="hooks") as training:
+        assert training.mode == "hooks"
+    assert not hasattr(model, "activations")
+
+
 def test_the_noise_has_the_claimed_size_and_the_divisor_is_the_expected_batch() -> None:
     model, data = nn.Linear(12, 3000), Data(VECTORS)
     data.y = torch.zeros(30, dtype=torch.long)
