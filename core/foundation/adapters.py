@@ -28,13 +28,19 @@ def adapted(model: nn.Module, config: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
         warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
+        # Of a mixture of experts, whose adapters peft would also write otherwise.
+        warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
         warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")
         try:
             return library("peft").get_peft_model(model, config)
         except (ValueError, KeyError) as error:
-            which = '; name them as targets in the job\'s [task] table, or "all-linear"'
-            asked = "target_modules" in str(error) and config.target_modules is None
-            raise TaskError(f"adapters do not fit this base: {error}{which if asked else ''}") from error
+            # What peft has looked up in vain may be None or nothing.
+            what = ""
+            if "target_modules" in str(error) and not config.target_modules:
+                what = '; name them as targets in the job\'s [task] table, or "all-linear"'
+            elif "feedforward_modules" in str(error):
+                what = '; method = "ia3" is for the kinds of models that it knows alone: set method = "lora"'
+            raise TaskError(f"adapters do not fit this base: {error}{what}") from error
 
 
 def with_adapters(model: nn.Module, config: Any, *, freeze_down: bool, targets: Any) -> Any:

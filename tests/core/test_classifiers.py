@@ -237,6 +237,8 @@ def test_settings_that_do_not_fit_are_refused(bert: Path) -> None:
     nothing = write_encoder(bert.parent / "distil", "DistilBert")
     with pytest.raises(TaskError, match=r'name them as targets in .*, or "all-linear"'):
         task_of(nothing).model()
+    with pytest.raises(TaskError, match=r'it knows alone: set method = "lora"'):
+        task_of(nothing, method="ia3", targets="all-linear").model()
     for settings, said in (
         ({"method": "prefix"}, "choose one of lora, ffa_lora, dora, ia3, full"),
         ({"precision": "nf4"}, "choose one of float32"),
