@@ -23,6 +23,7 @@ from roundtable.core.extras import load
 
 Program = Literal["traced", "onnx"]
 FILES: dict[Program, str] = {"traced": "model.pt2", "onnx": "model.onnx"}
+_OF_TORCH = ("aten", "prims", "higher_order")
 _TOLERANCE = 1e-4
 """Most by which logits of the program may be others, as a share of the largest."""
 
@@ -88,8 +89,10 @@ def write_program(traceable: Traceable, kind: Program, folder: Path) -> None:
     sizes = tuple(dict.fromkeys(traceable.free, torch.export.Dim.DYNAMIC) for _ in example)
     with torch.no_grad(), _quietly():
         try:
+            _take_plain_experts(module)
             program = torch.export.export(module, example, dynamic_shapes=(sizes,))
             _forget_places(program)
+            _check_operations(program)
             made = program.module()(*other)
             if kind == "traced":
                 torch.export.save(program, folder / FILES[kind])
@@ -97,13 +100,38 @@ def write_program(traceable: Traceable, kind: Program, folder: Path) -> None:
                 _write_onnx(program, traceable, folder / FILES[kind])
                 made = _by_onnx(folder / FILES[kind], traceable.other)
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
-            raise EncodingError(f"torch cannot write this model as {kind}: {error}") from error
+            raise EncodingError(f"torch cannot write this model as {kind}: {_said(error)}") from error
         wanted = module(*other)
     lost = float((made - wanted).abs().max() / wanted.abs().max())
     if not lost <= _TOLERANCE:
         raise EncodingError(
             f"as {kind} the model gives other logits: by {lost:.2g} of the largest. Export it as transformers"
         )
+
+
+def _take_plain_experts(module: nn.Module) -> None:
+    """Has a mixture of experts compute by torch's own operations, and not by one of transformers', which no
+    other process has."""
+    for part in module.modules():
+        take = getattr(part, "set_experts_implementation", None)
+        if callable(take):
+            take("batched_mm")
+
+
+def _check_operations(program: Any) -> None:
+    """ValueError for an operation that a library brought along, without which nobody loads the program."""
+    for module in program.graph_module.modules():
+        for node in getattr(module, "graph", torch.fx.Graph()).nodes:
+            own = getattr(node.target, "namespace", "aten")
+            if own not in _OF_TORCH:
+                raise ValueError(f"it computes {node.target}, an operation of {own} and not of torch itself")
+
+
+def _said(error: BaseException) -> str:
+    """The first line of what went wrong first: torch's exporters add reports for their own developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _forget_places(program: Any) -> None:
@@ -127,8 +155,20 @@ def _write_onnx(program: Any, traceable: Traceable, path: Path) -> None:
 
 def _by_onnx(path: Path, inputs: Mapping[str, Tensor]) -> Tensor:
     """The logits by ONNX's own evaluator, which is slow and needs no runtime."""
-    evaluator = load("onnx.reference", "checking a model in ONNX").ReferenceEvaluator(str(path))
-    (found,) = evaluator.run(None, {name: value.numpy() for name, value in inputs.items()})
+    evaluator: Any = load("onnx.reference", "checking a model in ONNX")
+    operation: Any = load("onnx.reference.op_run", "checking a model in ONNX").OpRun
+
+    class GatherElements(operation):  # type: ignore[misc]
+        """As ONNX describes it: indices may be fewer along other axes, too, as DeBERTa's are, which the
+        evaluator's own one does not take."""
+
+        def _run(self, data: Any, indices: Any, axis: int | None = None) -> tuple[Any]:
+            along = axis or 0
+            places = torch.from_numpy(indices) % data.shape[along]
+            return (torch.from_numpy(data).gather(along, places).numpy(),)
+
+    run = evaluator.ReferenceEvaluator(str(path), new_ops=[GatherElements]).run
+    (found,) = run(None, {name: value.numpy() for name, value in inputs.items()})
     return torch.from_numpy(found)
 
 

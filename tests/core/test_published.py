@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import safetensors.torch
 import torch
-from tiny_bases import POSITIONS, write_base
+from tiny_bases import POSITIONS, byte_tokenizer, write_base
 
 from roundtable.core import JobConfig, initial_state
 from roundtable.core.errors import ConfigError, EncodingError, LayoutError, ModelMismatch, TaskError
@@ -197,6 +197,50 @@ def test_a_model_that_gives_other_logits_as_a_program_is_refused(tmp_path: Path)
         write_program(of_tokens(Branching()), "traced", tmp_path)
 
 
+@torch.library.custom_op("somebodys::twice", mutates_args=())
+def twice(values: torch.Tensor) -> torch.Tensor:
+    return 2 * values
+
+
+@twice.register_fake
+def _(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(values)
+
+
+def test_a_program_that_another_process_could_not_load_is_refused(tmp_path: Path) -> None:
+    """It would need the library that brought the operation along."""
+    with pytest.raises(EncodingError, match=r"as traced: it computes somebodys\.twice\.default"):
+        write_program(of_tokens(Foreign()), "traced", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_is_written_as_programs(tmp_path: Path) -> None:
+    """Its experts compute by an operation of transformers, which no other process has."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    more = {"num_key_value_heads": 1, "num_local_experts": 4, "pad_token_id": 2, "vocab_size": 259}
+    config = transformers.MixtralConfig(**sizes, **more, bos_token_id=0, eos_token_id=1)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    with pytest.raises(TaskError, match=r'name them as targets in .*, or "all-linear"'):
+        trained(tmp_path / "base")
+    job, task, model = trained(tmp_path / "base", targets="all-linear")
+    for kind in ("traced", "onnx"):
+        publish(job, task, model, tmp_path / kind, kind, STORY)
+    program = torch.export.load(tmp_path / "traced" / "model.pt2")
+    assert "transformers" not in str(program.graph)
+    found = program.module()(torch.arange(3, 40)[None])
+    torch.testing.assert_close(found, expected_of(job, task, model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_onnx_takes_fewer_indices_than_values(tmp_path: Path) -> None:
+    """As DeBERTa gathers, and ONNX describes it; its own evaluator does not take them."""
+    pytest.importorskip("onnxscript")
+    write_program(of_tokens(Gathering()), "onnx", tmp_path)
+
+
 def of_tokens(model: torch.nn.Module) -> Traceable:
     example, other = ({"input_ids": torch.arange(rows * 4).view(rows, 4) % 7} for rows in (2, 3))
     module = LogitsOf(model, ("input_ids",), use_cache=False)
@@ -213,6 +257,21 @@ class Forgetful(torch.nn.Module):
     def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Logits:
         scale = 0.0 if torch.compiler.is_exporting() else 1.0
         return Logits(scale * torch.nn.functional.one_hot(input_ids, 7).float())
+
+
+class Foreign(torch.nn.Module):
+    """Computes by an operation that is registered in this process alone."""
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Logits:
+        return Logits(twice(torch.nn.functional.one_hot(input_ids, 7).float()))
+
+
+class Gathering(torch.nn.Module):
+    """Takes a value of each of the first two tokens of a row."""
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Logits:
+        values = torch.nn.functional.one_hot(input_ids, 7).float()
+        return Logits(values.gather(2, input_ids[:, :2, None]))
 
 
 class Branching(torch.nn.Module):
