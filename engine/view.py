@@ -75,7 +75,7 @@ def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> 
         there = len(rested(free, state))
         least = max(least_for_selection(job.cohort, attempt.settled, population), fewest(job))
         if there == len(free):
-            return shortage(least, population)
+            return shortage(job, least, population)
         said = (
             f"{there} of {least} clients may take part; {len(free) - there} others did within the last "
             f"{state.separation - 1} rounds. Waiting for more to connect"
@@ -92,10 +92,14 @@ def _waiting_for(job: JobConfig, state: EngineState, population: Population) -> 
     return {m.AGGREGATE: "combining the updates", m.COMMIT: "storing the round"}.get(attempt.phase, "")
 
 
-def shortage(least: int, population: Population) -> str:
-    """What a round waits for that needs `least` clients: how many are there, and which are held."""
-    said = f"{len(population.free())} of {least} clients are available; waiting for more to connect"
-    return "; ".join([said, *held_in_words(population)])
+def shortage(job: JobConfig, least: int, population: Population) -> str:
+    """What a round waits for that needs `least` clients: how many are there, which are held, and, where it
+    cannot be these, by which name silos must have the job's task."""
+    said = [f"{len(population.free())} of {least} clients are available; waiting for more to connect"]
+    if (known := len(population.known())) < least:
+        come = "silo that has come so far has" if known < 2 else "silos that have come so far have"
+        said.append(f"{known or 'no'} {come} the task {job.task.name!r} in [tasks] of agent.toml")
+    return "; ".join([*said, *held_in_words(population)])
 
 
 def held_in_words(population: Population) -> list[str]:

@@ -72,7 +72,7 @@ def _shortage(job: JobConfig, engine: RoundEngine) -> str:
     population = engine.population
     there = population.free()
     if len(there) < engine.least:
-        return shortage(engine.least, population)
+        return shortage(job, engine.least, population)
     for group in job.resources.at_least:
         count = sum(covers(group.labels, population.info(name).metadata) for name in there)
         if count < group.silos:

@@ -48,9 +48,14 @@ def test_a_whole_job_in_order() -> None:
 def test_it_waits_for_the_cohort_and_says_for_how_many() -> None:
     driver = started(clients="a")
     assert driver.instructions == []
-    assert driver.engine.view().waiting_for == "1 of 3 clients are available; waiting for more to connect"
+    waits, of = (
+        "clients are available; waiting for more to connect; ",
+        "have the task 't' in [tasks] of agent.toml",
+    )
+    assert driver.engine.view().waiting_for == f"1 of 3 {waits}1 silo that has come so far has {of[5:]}"
     driver.join("b")
     assert driver.instructions == []
+    assert driver.engine.view().waiting_for == f"2 of 3 {waits}2 silos that have come so far {of}"
     driver.join("c")
     assert len(driver.instructions) == 3
 
