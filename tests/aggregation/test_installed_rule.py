@@ -89,6 +89,7 @@ def test_a_job_uses_a_rule_of_a_file_beside_it(installed: Path, tmp_path: Path) 
     assert "It can only be simulated: mine.py:first_silo is code beside the job" in checked.stdout
 
 
+@pytest.mark.slow
 def test_its_parameters_are_checked_with_the_job_file(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(TASK)
     (tmp_path / "job.toml").write_text(JOB.replace("scale = 0.5", "size = 3"))
@@ -97,6 +98,7 @@ def test_its_parameters_are_checked_with_the_job_file(installed: Path, tmp_path:
     assert "'first_silo' has no parameter 'size'; it takes: scale" in said.stderr
 
 
+@pytest.mark.slow
 def test_without_the_package_the_rule_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(TASK)
     (tmp_path / "job.toml").write_text(JOB)

@@ -138,6 +138,7 @@ def test_a_wrong_path_where_a_folder_should_be(site: Path) -> None:
     assert names == {"state", "artifacts", "database"}
 
 
+@pytest.mark.slow
 def test_a_volume_that_cannot_be_written(site: Path) -> None:
     volume = site / "volume"
     volume.mkdir(mode=0o555)

@@ -140,6 +140,7 @@ def remember(folder: Path, task: object, name: str, **tables: object) -> None:
     KnownJobs(folder / "state").remember(known)
 
 
+@pytest.mark.slow
 def test_a_task_that_waits_for_a_jobs_values_is_not_tried_and_does_not_fail(silo: Path) -> None:
     (check,) = tried(silo, sized="tasks.py:Sized")
     assert check.state == "warn"
@@ -156,6 +157,7 @@ def test_a_task_that_waits_for_a_jobs_values_is_not_tried_and_does_not_fail(silo
     assert done.message == "sized: a batch of 32 trained on, one evaluated"
 
 
+@pytest.mark.slow
 def test_a_silo_that_answers_analyses_is_tried_by_its_tables(silo: Path) -> None:
     file = write(silo, analysis="analysis")
     file.write_text(f'{file.read_text()}[data.people]\nfile = "people.csv"\n[data.people.columns.age]\n')

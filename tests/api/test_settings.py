@@ -54,6 +54,7 @@ def test_a_backup_and_its_return_are_json_for_programs(file: Path, roundtable: C
     assert back["created"] == said["created"]
 
 
+@pytest.mark.slow
 def test_every_line_of_a_json_log_is_json(file: Path) -> None:
     file.write_text('listen = "127.0.0.1:0"\nlog_format = "json"\n')
     line = [sys.executable, "-m", "roundtable", "server", str(file)]

@@ -131,6 +131,7 @@ def test_rounds_whose_models_travel_as_changes_are_verified_too(
     assert (code, said["contradictions"]) == (3, [])
 
 
+@pytest.mark.slow
 def test_rounds_of_fragments_are_verified_each_with_its_own_momentum(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +188,7 @@ def test_rounds_of_fragments_are_verified_each_with_its_own_momentum(
     )
 
 
+@pytest.mark.slow
 def test_code_of_others_decodes_for_an_auditor_only_once_its_hash_is_approved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,6 +213,7 @@ async def test_silos_answer_as_local_files_do_and_write_down_what_left(
     assert [asked["ask"] for asked in left[0].detail["questions"]] == ["describe", "logistic", "quantiles"]
 
 
+@pytest.mark.slow
 async def test_fits_of_real_silos_are_those_of_local_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -211,7 +211,11 @@ MASKED = {"level": "none", "secure_aggregation": True, "clip_norm": 0.2}
 
 
 @pytest.mark.usefixtures("states_stay")
-@pytest.mark.parametrize("privacy", [{"level": "none"}, MASKED], ids=["plain", "masked and clipped"])
+@pytest.mark.parametrize(
+    "privacy",
+    [pytest.param({"level": "none"}, marks=pytest.mark.slow), MASKED],
+    ids=["plain", "masked and clipped"],
+)
 async def test_scaffolds_control_is_the_mean_of_what_the_silos_keep(
     federation: Federation, privacy: dict[str, Any]
 ) -> None:

@@ -113,6 +113,7 @@ async def test_drawn_silos_are_charged_for_the_rounds_in_which_they_train(federa
     assert DRAWN_SILOS in final.metadata["privacy"]
 
 
+@pytest.mark.slow
 async def test_silos_with_noise_of_their_own_and_a_script_among_them(federation: Federation) -> None:
     _, folder = federation
     job = job_of(2, level="client_local", noise_multiplier=30.0)

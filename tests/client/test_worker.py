@@ -89,6 +89,7 @@ async def test_withdrawn_training_stops_and_the_process_stays_warm(silo, log, mo
         assert workers(os.getpid()) != warm
 
 
+@pytest.mark.slow
 async def test_a_step_in_line_says_so_and_its_time_does_not_run(silo, log, monkeypatch) -> None:
     coordinator = silo.coordinator
     monkeypatch.setattr("roundtable.client.worker.training_process._STOP_SECONDS", 0.1)
@@ -177,7 +178,10 @@ async def test_a_killed_agent_delivers_from_its_spool_without_training_again(sil
     assert workers(1) == []
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 130)],
+)
 async def test_a_signal_stops_the_agent_cleanly(silo, number: signal.Signals, status: int) -> None:
     process = await start(silo)
     await silo.coordinator.hear("heartbeat")

@@ -76,20 +76,12 @@ QUICK = {
     "batch norm": ["zero1", "zero2"],
     "MLP": ["ddp", "zero3 sqrt", "1f1b"],
     "LSTM": ["zero3"],
-    "U-Net": ["ddp sqrt"],
-    # Of a library, each for a way of its own to split or to checkpoint: Conv1D and fused projections over a
-    # sharded sequence, a table of positions for each head, layers that end in a module of their own, norms
-    # that all heads share, a cache of keys and values, grouped heads, patches, experts, and convolutions.
+    # Of a library: Conv1D and fused projections over a sharded sequence, a norm that all heads share, a cache
+    # of keys and values, and patches. The others are among the slow ones.
     "GPT-2": ["tp sequence", "1f1b"],
-    "T5": ["tp"],
-    "BERT": ["tp"],
     "Qwen3": ["tp sequence"],
     "Llama": ["zero3 selective"],
-    "Mistral": ["tp"],
     "ViT": ["zero3", "tp sequence"],
-    "Mixtral": ["zero3"],
-    "ResNet": ["zero2", "tp"],
-    "ConvNeXt": ["tp"],
 }
 REFUSED = {
     ("tied rotary LM", "tp sequence"): "sequence_parallel = true",
@@ -99,7 +91,6 @@ REFUSED = {
     ("MLP", "zero3 sqrt"): "no repeated blocks to compute again",
     ("GPT-2", "1f1b"): "are one parameter",
     ("ViT", "tp sequence"): "do not divide over tp = 2",
-    ("ResNet", "tp"): "no part of a block can be split",
 }
 
 

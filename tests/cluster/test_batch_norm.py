@@ -54,7 +54,11 @@ def small(name: str, strategy: Any, dtype: torch.dtype = torch.float64) -> Case:
     return Case(name, strategy, Language(kind=Normed, dtype=dtype), {"steps": 3, "batch_size": 8})
 
 
-@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two ranks", "four ranks"])
+@pytest.mark.parametrize(
+    "cases",
+    [TWO, pytest.param(FOUR, marks=pytest.mark.slow)],
+    ids=["two ranks", "four ranks"],
+)
 def test_statistics_of_a_batch_are_those_of_one_process(cases: list[Case], tmp_path: Path) -> None:
     for results in run_ranks(run_cases, cases[0].strategy.mesh.world, cases, tmp_path):
         for name, result in results.items():

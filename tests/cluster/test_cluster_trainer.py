@@ -74,6 +74,7 @@ async def check_tracked(silo: Silo) -> None:
     assert {"seconds", "waiting_seconds", "memory_bytes", "examples_per_second"} <= {*shown.Tags()["scalars"]}
 
 
+@pytest.mark.slow
 async def test_ranks_tell_the_task_of_its_round_as_one_process_does(tmp_path: Path) -> None:
     """The loss depends on all that a context says; so does the metric, in an evaluation."""
     code = TASK.replace("def loss(self, model, batch):", "def loss(self, model, batch, context):")

@@ -197,6 +197,7 @@ def test_rules_that_do_not_go_together_are_refused() -> None:
         MixtureOfExperts(4, 8, 4, dynamic=True)(torch.rand(8, 4))
 
 
+@pytest.mark.slow
 def test_a_plan_counts_on_the_tokens_that_a_capacity_lets_in() -> None:
     resources = Resources(1, 4, 1 << 40, "cpu")
     rates = rates_of(resources, "float32")

@@ -27,6 +27,7 @@ def text_of(file: Path) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_a_phase_is_rehearsed_kept_and_not_run_twice(root: Path, tmp_path: Path) -> None:
     done = ask(root, tmp_path, "--rehearse", "--phase", "aggregation")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -36,6 +36,7 @@ def test_links_are_measured_within_and_between_nodes_and_kept(tmp_path: Path) ->
     assert all(asdict(each[0])["within"] == first.within for each in found)
 
 
+@pytest.mark.slow
 def test_other_hardware_is_measured_anew(tmp_path: Path) -> None:
     [(first, _), _] = run_ranks(probe_twice, 2, tmp_path, 2)
     assert first.between == {}

@@ -63,9 +63,8 @@ def ratio(name: str, strategy: Strategy, micro_batches: int = 1) -> float:
     return estimate(found, strategy, micro_batches).peak / real
 
 
-@pytest.mark.parametrize("mesh", ["one", "zero3"])
-def test_the_estimate_is_near(mesh: str) -> None:
-    assert 0.85 < ratio("deep", MESHES[mesh]) < 1.15
+def test_the_estimate_is_near() -> None:
+    assert 0.85 < ratio("deep", MESHES["zero3"]) < 1.15
 
 
 # What is computed again and the copies that a reduction makes are counted as if they met, which ranks over

@@ -169,7 +169,11 @@ def test_a_coordinators_unit_may_write_what_its_settings_name_and_nothing_else(t
 
 
 @pytest.mark.parametrize(
-    "words", [("server", "install", "{file}"), ("client", "--config", "{file}", "install")]
+    "words",
+    [
+        pytest.param(("server", "install", "{file}"), marks=pytest.mark.slow),
+        ("client", "--config", "{file}", "install"),
+    ],
 )
 def test_what_install_cannot_do_is_said_in_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"

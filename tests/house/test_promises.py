@@ -51,12 +51,12 @@ def tracked() -> tuple[Path, ...]:
     return tuple(ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file())
 
 
-def sources() -> Iterator[tuple[Path, ast.Module]]:
+@cache
+def sources() -> tuple[tuple[Path, ast.Module], ...]:
     """The package's own Python files, parsed."""
-    for folder in FOLDERS:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            if not re.search(r"_pb2(_grpc)?\.py$", file.name):
-                yield file, ast.parse(file.read_text(), str(file))
+    files = (file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))
+    ours = (file for file in files if not re.search(r"_pb2(_grpc)?\.py$", file.name))
+    return tuple((file, ast.parse(file.read_text(), str(file))) for file in ours)
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:

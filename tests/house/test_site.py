@@ -110,7 +110,14 @@ def test_the_check_finds_each_kind_of_fault(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        NOTEBOOKS[0],
+        *(pytest.param(notebook, marks=pytest.mark.slow) for notebook in NOTEBOOKS[1:]),
+    ],
+    ids=[notebook.stem for notebook in NOTEBOOKS],
+)
 def test_a_notebook_runs_and_is_stored_without_what_it_shows(notebook: Path) -> None:
     stored = json.loads(notebook.read_text())
     code = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]

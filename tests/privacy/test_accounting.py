@@ -85,7 +85,7 @@ def test_a_sample_of_a_fixed_size_has_the_divergence_of_the_mixture(multiplier: 
         assert value == pytest.approx(expected, abs=1e-8)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_little_noise_is_charged_as_without_sampling_and_in_no_time(size: int) -> None:
     """Its loss distribution would take hours. Beside other noise too, drawn or not."""
     drawn = Charge("gaussian", "client", "poisson", (("update", 1e-3),), rate=0.1)

@@ -43,7 +43,11 @@ def flat(world: Federation, **tables: object) -> list[str]:
     return finished(world, world.submit(world.job(**tables), "flat"))
 
 
-@pytest.mark.parametrize("tables", [{}, {"transfer": {"down": "bfloat16"}}], ids=["whole", "changes"])
+@pytest.mark.parametrize(
+    "tables",
+    [pytest.param({}, marks=pytest.mark.slow), {"transfer": {"down": "bfloat16"}}],
+    ids=["whole", "changes"],
+)
 def test_a_region_gives_the_bits_of_silos_that_connect_themselves(
     world: Federation, tables: dict[str, object]
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_task_of_a_function_gives_the_same_in_many_processes(make_job, told, b
     assert result.history.records == reference.history.records
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_given_the_task_anew(make_job, told, tmp_path):
     """The object is of a class in a file, which no process can import by its module's name."""
     settings = {

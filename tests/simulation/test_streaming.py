@@ -306,6 +306,7 @@ async def test_silos_and_a_coordinator_do_the_same_and_a_silo_says_what_it_has_l
     assert len({way["down"] - size[14 - number % 2] for number, way in enumerate(ways[1:], start=1)}) <= 2
 
 
+@pytest.mark.slow
 async def test_silos_that_train_ahead_make_the_same_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -196,6 +196,7 @@ def test_a_failed_run_is_in_no_mean_and_goes_no_further_in_a_search(job_file, tm
     assert len(none.failed) == 2
 
 
+@pytest.mark.slow
 def test_a_task_that_cannot_be_read_leaves_no_folder_and_is_named(job_file, tmp_path):
     (tmp_path / "worlds.py").write_text("raise ValueError('broken')")
     found = sweep(job_file, [{"cohort.size": 2}, {"cohort.size": 4}], tmp_path / "out", at_once=2)
@@ -203,6 +204,7 @@ def test_a_task_that_cannot_be_read_leaves_no_folder_and_is_named(job_file, tmp_
     assert [run.job["cohort"]["size"] for run in found.runs] == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_task_that_only_this_process_has_goes_to_runs_side_by_side(job_file, tmp_path):
     class Steeper(type(load_task("worlds.py:Perceptron", HERE))):
         def loss(self, model, batch):

@@ -27,6 +27,7 @@ LEVELS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "client_local": (1, {"size": 1}, {}),
     "example": (1, {"size": 1}, {"population": 60, "batch_size": 12, "local_steps": 2}),
 }
+QUICK = ("client", "dp_ftrl", "distributed", "example")
 COORDINATES = 4096
 UP = "randomk(ratio=0.25, indices=cohort) | int8"
 
@@ -50,9 +51,17 @@ def refuted(found: AuditReport) -> list[str]:
     return [finding.name for finding in found.findings if finding.refuted]
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    ("share", "coordinates"), [(0.8, COORDINATES), pytest.param(0.96, 1 << 16, marks=pytest.mark.slow)]
+    ("level", "share", "coordinates"),
+    [
+        *((level, 0.8, COORDINATES) for level in QUICK),
+        *(
+            pytest.param(level, share, coordinates, marks=pytest.mark.slow)
+            for level in LEVELS
+            for share, coordinates in ((0.8, COORDINATES), (0.96, 1 << 16))
+            if level not in QUICK or share > 0.8
+        ),
+    ],
 )
 async def test_honest_noise_bears_out_what_is_stated_and_a_part_of_it_does_not(
     level: str, share: float, coordinates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +157,7 @@ async def test_a_batch_that_is_always_the_same_is_no_sample(tmp_path: Path) -> N
     assert fixed.bound > fixed.stated
 
 
+@pytest.mark.slow
 async def test_a_batch_that_is_drawn_once_for_all_steps_of_a_round_is_found(tmp_path: Path) -> None:
     async with audited(tmp_path, job_of("example"), 1, COORDINATES) as served:
         own, told = await served.own()
@@ -162,7 +172,7 @@ async def test_a_batch_that_is_drawn_once_for_all_steps_of_a_round_is_found(tmp_
     assert once.refuted
 
 
-@pytest.mark.parametrize("level", ["client_local", "example"])
+@pytest.mark.parametrize("level", [pytest.param("client_local", marks=pytest.mark.slow), "example"])
 async def test_what_a_silo_clips_too_late_itself_is_found(level: str, tmp_path: Path) -> None:
     (tmp_path / "late").touch()
     async with audited(tmp_path, job_of(level), 1, COORDINATES) as served:
