@@ -683,6 +683,7 @@ class Setup(google.protobuf.message.Message):
     MEMORY_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
     DEGREES_FIELD_NUMBER: builtins.int
+    FACTOR_RANK_FIELD_NUMBER: builtins.int
     machines: builtins.int
     ranks: builtins.int
     """Processes in all, each with a device."""
@@ -692,6 +693,8 @@ class Setup(google.protobuf.message.Message):
     """Bytes of one device; 0 for not told."""
     plan: builtins.str
     """How they train, in one line for people."""
+    factor_rank: builtins.int
+    """Of its low-rank factors, one of the job's `ranks_by_memory`, where its memory has chosen that; else 0."""
     @property
     def degrees(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Ways of parallelism by name (dp, fsdp, tp, pp, ep, ...), each with its degree."""
@@ -705,8 +708,9 @@ class Setup(google.protobuf.message.Message):
         memory: builtins.int = ...,
         plan: builtins.str = ...,
         degrees: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        factor_rank: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["degrees", b"degrees", "device", b"device", "machines", b"machines", "memory", b"memory", "plan", b"plan", "ranks", b"ranks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["degrees", b"degrees", "device", b"device", "factor_rank", b"factor_rank", "machines", b"machines", "memory", b"memory", "plan", b"plan", "ranks", b"ranks"]) -> None: ...
 
 global___Setup = Setup
 

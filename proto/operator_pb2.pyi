@@ -611,6 +611,7 @@ class SiloSetup(google.protobuf.message.Message):
     MEMORY_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
     DEGREES_FIELD_NUMBER: builtins.int
+    FACTOR_RANK_FIELD_NUMBER: builtins.int
     client: builtins.str
     time: builtins.float
     round: builtins.int
@@ -619,6 +620,7 @@ class SiloSetup(google.protobuf.message.Message):
     device: builtins.str
     memory: builtins.int
     plan: builtins.str
+    factor_rank: builtins.int
     @property
     def degrees(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
     def __init__(
@@ -633,8 +635,9 @@ class SiloSetup(google.protobuf.message.Message):
         memory: builtins.int = ...,
         plan: builtins.str = ...,
         degrees: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        factor_rank: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client", b"client", "degrees", b"degrees", "device", b"device", "machines", b"machines", "memory", b"memory", "plan", b"plan", "ranks", b"ranks", "round", b"round", "time", b"time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client", b"client", "degrees", b"degrees", "device", b"device", "factor_rank", b"factor_rank", "machines", b"machines", "memory", b"memory", "plan", b"plan", "ranks", b"ranks", "round", b"round", "time", b"time"]) -> None: ...
 
 global___SiloSetup = SiloSetup
 

@@ -43,7 +43,7 @@ def first_oddities(world: World, partition: SeededPartition, processes: int = 1)
     """
     check_split(world.job, world.task)
     tried: list[Trial] = []
-    for index in _some(world.job.simulation.clients):
+    for index in some_clients(world.job.simulation.clients):
         trial = try_client(world, index, partition, processes)
         if trial.act == "data" and trial.error is not None:
             continue
@@ -83,10 +83,10 @@ def check_split(job: JobConfig, task: Task | ArrayTask) -> None:
 def try_client(world: World, index: int, partition: SeededPartition, processes: int = 1) -> Trial:
     """One batch of client `index`, where clients train."""
     clients = world.job.simulation.clients
-    beside = _site(world, (index + 1) % clients, partition) if clients > 1 else None
+    beside = site_of(world, (index + 1) % clients, partition) if clients > 1 else None
     device = torch.device(device_of(world))
     enough = partial(_enough, world, processes)
-    return try_batch(world.task, world.job, _site(world, index, partition), device, beside, enough)
+    return try_batch(world.task, world.job, site_of(world, index, partition), device, beside, enough)
 
 
 def _enough(world: World, processes: int, task: Task, module: nn.Module, batch: Any, context: Context) -> str:
@@ -113,12 +113,13 @@ def _enough(world: World, processes: int, task: Task, module: nn.Module, batch: 
     return check_room(step, room_on(context.device))
 
 
-def _site(world: World, index: int, partition: SeededPartition) -> Site:
+def site_of(world: World, index: int, partition: SeededPartition) -> Site:
+    """What the task is told of client `index`."""
     simulation, name = world.job.simulation, world.names[index]
     return Site(name, index, simulation.clients, simulation.data, partition, world.job.standardise)
 
 
-def _some(clients: int) -> list[int]:
+def some_clients(clients: int) -> list[int]:
     """The first, the last and one in between: what they share is hardly their data."""
     return sorted({0, clients // 2, clients - 1})
 

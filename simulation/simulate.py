@@ -44,6 +44,7 @@ from roundtable.simulation.backends.processes import Processes
 from roundtable.simulation.backends.sequential import one_thread
 from roundtable.simulation.checkpoint import Checkpoint
 from roundtable.simulation.choose_backend import make_backend, without_carrying
+from roundtable.simulation.client_ranks import with_ranks
 from roundtable.simulation.cross_site import check_cross_site
 from roundtable.simulation.cross_site import cross_site as measure_cross_site
 from roundtable.simulation.driver import Driver
@@ -129,11 +130,12 @@ def simulate(
                 "simulation.devices.upload, or give it in the trace, or name an encoding"
             )
         declared = Declared(job, devices, Clients(world, budget=1).data)
+        partition = make_partition(job.simulation.partition, job.seed, folder)
+        world, ranked = with_ranks(world, declared, partition)
         run = stack.enter_context(RunDirectory(Path(run_dir), job, resume)) if run_dir is not None else None
         backend, why = make_backend(world)
         stack.callback(lambda: backend.close())
         _check_samples(world, backend)
-        partition = make_partition(job.simulation.partition, job.seed, folder)
         odd = first_oddities(world, partition, backend.count if isinstance(backend, Processes) else 1)
         if any(each.about == STATE for each in odd):
             backend, why = without_carrying(world, backend, why)
@@ -145,7 +147,7 @@ def simulate(
         report = notebook_report() if progress is None else progress or None
         listener = _Listener(job, run, report, trackers, keeper)
         regions = Regions.of(world)
-        for note in _told_first(job, weak, travel_note(job, layout), declared.overlooked(), regions):
+        for note in _told_first(job, weak, travel_note(job, layout), declared.overlooked(), regions, ranked):
             listener.note(note, 0.0)
         driver = Driver(world, plan, backend, Fleet(world.names, declared), listener, central)
         if run is not None and (last := run.last(world.initial)) is not None:
@@ -210,7 +212,12 @@ def _tell_first(
 
 
 def _told_first(
-    job: JobConfig, weak: str | None, stays: str | None, overlooked: Sequence[str], regions: Regions | None
+    job: JobConfig,
+    weak: str | None,
+    stays: str | None,
+    overlooked: Sequence[str],
+    regions: Regions | None,
+    ranked: str,
 ) -> Iterator[Note]:
     """What is said of the job before round 1."""
     if job.standardise is not None and job.standardise.source:
@@ -221,6 +228,8 @@ def _told_first(
         yield Note("frozen_weights", stays)
     if regions is not None:
         yield Note("regions", regions.described())
+    if ranked:
+        yield Note("client_ranks", ranked)
     if overlooked:
         said = f"warning: no simulated client states {', '.join(overlooked)}: taken as had by all"
         yield Note("resources_overlooked", said)

@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from roundtable.client.training.algorithm_round import begun
 from roundtable.client.training.local_work import LocalWork
 from roundtable.client.training.micro_batches import CannotSplit, parts
 from roundtable.client.training.training_loop import make_optimizer
+from roundtable.core.algorithms.factors.factor_pairs import factor_pairs
+from roundtable.core.algorithms.factors.own_ranks import RankedAlgorithm
 from roundtable.core.algorithms.round_context import Context
 from roundtable.core.errors import InsufficientMemory
 from roundtable.core.foundation.pretrained_task import PretrainedTask
@@ -68,7 +70,8 @@ class TriedStep:
     `processes`.
 
     `held` are the bytes that a process has of it already where it trains, `beside` what all need besides: the
-    updates. `cluster`: whether a silo's could take the step.
+    updates. `cluster`: whether a silo's could take the step. `rank`: of its factors, if it was set for the
+    step.
     """
 
     task: Task
@@ -81,11 +84,12 @@ class TriedStep:
     beside: int = 0
     processes: int = 1
     cluster: bool = True
+    rank: int | None = None
     known: dict[Any, StepMemory] = field(default_factory=dict)
 
     def memory(self, examples: int, *, checkpointing: bool = False) -> StepMemory:
         """With no more than so many examples at once. Raises NotEstimated or CannotSplit."""
-        key = examples, checkpointing
+        key = self.rank, examples, checkpointing
         if key not in self.known:
             batch = self.batch
             if batch is not None and examples < self.examples:
@@ -116,6 +120,16 @@ class TriedStep:
             most = max(most, one.weights + one.optimizer + one.gradients + one.activations)
         return self.processes * most + self.beside
 
+    def there(self, room: Room) -> int:
+        """Bytes that all processes may have."""
+        return room.free + self.processes * self.held
+
+    def fits(self, room: Room) -> bool:
+        """Whether it has room without being tight. Raises NotEstimated."""
+        there = self.there(room)
+        small = _ALL * self.processes * bytes_of(self.module) <= _SMALL * there
+        return small or self.needed(self.examples) <= _TIGHT * there
+
 
 def check_room(step: TriedStep, room: Room | None, halved: Sequence[int] = ()) -> str:
     """What is to be said of memory that hardly suffices; "" where it does, or where nobody knows.
@@ -123,14 +137,14 @@ def check_room(step: TriedStep, room: Room | None, halved: Sequence[int] = ()) -
     Raises InsufficientMemory for a step that has no room, with what would fit, or with which part of the
     batch, of `halved` examples once, twice and so on, does.
     """
-    there = 0 if room is None else room.free + step.processes * step.held
-    if room is None or _ALL * step.processes * bytes_of(step.module) <= _SMALL * there:
+    if room is None:
         return ""
+    there = step.there(room)
     try:
-        needed = step.needed(step.examples)
-        if needed <= _TIGHT * there:
+        if step.fits(room):
             return ""
-        says = f"{_needs(step)}, and {_has(step, room)}"
+        needed = step.needed(step.examples)
+        says = f"{_needs(step)}, and {has(step, room)}"
         if needed <= there:
             return f"memory is tight: {says}"
         for halvings, examples in enumerate(halved if step.batch is not None else (), 1):
@@ -156,13 +170,16 @@ def _needs(step: TriedStep) -> str:
     said = ", ".join(f"{name} {format_bytes(value)}" for name, value in terms.items() if value)
     each = f"; all but the updates in each of {step.processes} processes" if step.processes > 1 else ""
     total = format_bytes(step.needed(step.examples))
-    return f"a training step needs at least {total} of memory ({said}{each})"
+    rank = _rank_of(step)
+    which = f" with factors of rank {rank}" if rank else ""
+    return f"a training step{which} needs at least {total} of memory ({said}{each})"
 
 
-def _has(step: TriedStep, room: Room) -> str:
+def has(step: TriedStep, room: Room) -> str:
+    """What memory there is, for people."""
     held = step.processes * step.held
     model = f", {format_bytes(held)} of it taken by the model already" if held else ""
-    return f"there are {format_bytes(room.free + held)} ({room.words}{model})"
+    return f"there are {format_bytes(step.there(room))} ({room.words}{model})"
 
 
 def _remedies(step: TriedStep, there: int) -> str:
@@ -192,6 +209,7 @@ def _changes(step: TriedStep, there: int) -> Iterator[tuple[str, int]]:
             yield f"algorithm.batch_size = {examples}", less
     except (NotEstimated, CannotSplit):
         pass
+    yield from _smaller_rank(step, there)
     if _can_checkpoint(step.module) and step.batch is not None:
         try:
             yield (
@@ -210,6 +228,32 @@ def _changes(step: TriedStep, there: int) -> Iterator[tuple[str, int]]:
     if step.batch is not None:
         half = needed - step.processes * min(one.activations, one.peak - one.weights - one.optimizer) // 2
         yield f"[task] length = {task.length // 2}", half
+
+
+def _smaller_rank(step: TriedStep, there: int) -> Iterator[tuple[str, int]]:
+    """The largest rank below the client's own that fits, halved from that on; 1 where none does."""
+    rank, found = _rank_of(step) // 2, ("", 0)
+    while rank and (not found[0] or found[1] > there):
+        found = f"factors of rank {rank}", of_rank(step, rank).needed(step.examples)
+        rank //= 2
+    if found[0]:
+        yield found
+
+
+def _rank_of(step: TriedStep) -> int:
+    """The most of the client's factors by the job; 0 where it is not by the job that they have a rank."""
+    rules = step.work.rules()
+    if not isinstance(rules, RankedAlgorithm):
+        return 0
+    return max(rules.job_ranks(step.context.site, factor_pairs(step.work.layout.model)), default=0)
+
+
+def of_rank(step: TriedStep, rank: int) -> TriedStep:
+    """The same step of a client whose factors have this rank."""
+    rules = step.work.rules()
+    assert isinstance(rules, RankedAlgorithm)
+    work = replace(step.work, algorithm=rules.of_rank(step.context.site, rank))
+    return replace(step, work=work, rank=rank)
 
 
 def _can_checkpoint(module: Any) -> bool:

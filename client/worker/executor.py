@@ -6,14 +6,14 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from roundtable.client.first_batch.enough_memory import room_on
+from roundtable.client.first_batch.enough_memory import Room, room_on
 from roundtable.client.policy.gpus import bound_gpu_memory
 from roundtable.client.streams.kept_position import NAME
 from roundtable.client.trainer import TrainedUpdate
@@ -42,11 +42,12 @@ from roundtable.client.worker.lost_state import (
     say_what_is_lost,
 )
 from roundtable.client.worker.own_model import has_own_model, remember
-from roundtable.client.worker.silo_state import SiloState
-from roundtable.client.worker.step_room import check_step, part_of_batch
+from roundtable.client.worker.silo_state import SiloState, rank_file
+from roundtable.client.worker.step_room import check_step, part_of_batch, settled_rank, tried_step
 from roundtable.client.worker.torch_devices import choose_device
 from roundtable.client.worker.worker_order import Order
 from roundtable.core.algorithms.contract import ClientAlgorithm
+from roundtable.core.algorithms.factors.own_ranks import RankedAlgorithm
 from roundtable.core.algorithms.known_algorithms import make_algorithm
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings.feedback import without_memory
@@ -93,6 +94,7 @@ class _WarmJob:
     layout: Layout
     out: Tensor
     mode: str = "auto"
+    rank: int = 0
     has_room: set[int] = field(default_factory=set)
 
     @property
@@ -143,13 +145,15 @@ class Executor:
         before_batch: BeforeBatch | None = None,
         trouble: Trouble = lambda kind, detail, action: None,
         arrives: Callable[[], Order] | None = None,
+        ranked: Callable[[int], None] = lambda rank: None,
     ) -> TrainedUpdate:
         """Trains, writes the encoded update to `order.output`, and saves tensors that stay at the silo.
 
         `before_batch` is called before each batch, and may raise Stopped: nothing is written then, and what
         was paid for stays paid. `trouble` hears, before the first batch, of state that the silo has lost.
         With `arrives` the order is a guess (`Order.next`): after the last step that waits for the real one,
-        which goes on from the same state, and gives it.
+        which goes on from the same state, and gives it. `ranked` hears the rank of the silo's factors, where
+        its memory has chosen that.
         """
         warm, start = self._prepare(order)
 
@@ -177,6 +181,9 @@ class Executor:
             alone=masking_of(warm.config.privacy) is None,
             compare=EarlierReadings(Path(self.settings.jobs).parent / READINGS).compare,
         ).of_steps(order.steps)
+        work = self._of_own_rank(order, warm, data, work)
+        if warm.rank:
+            ranked(warm.rank)
         self._check_room(order, warm, data, work)
         update = train(
             warm.task,
@@ -208,11 +215,22 @@ class Executor:
         )
         return TrainedUpdate(written.digest, written.size, update.examples, update.metrics, written.writing)
 
+    def _of_own_rank(self, order: Order, warm: _WarmJob, data: Any, work: LocalWork) -> LocalWork:
+        """With factors of the rank that the silo's memory chooses, where the job leaves it to that."""
+        rules, client = warm.algorithm, self.settings.client
+        if isinstance(rules, RankedAlgorithm) and (choices := rules.rank_choices(client)):
+            step = tried_step(warm.task, warm.model, data, work, self.device)
+            warm.rank = settled_rank(step, choices, self._room(), rank_file(self.settings.jobs, order.job))
+            warm.algorithm = rules.of_rank(client, warm.rank)
+        return replace(work, algorithm=warm.algorithm)
+
+    def _room(self) -> Room | None:
+        return room_on(self.device, self.settings.memory, self.settings.gpu_memory)
+
     def _check_room(self, order: Order, warm: _WarmJob, data: Any, work: LocalWork) -> None:
         """Once for each size of parts."""
         if order.halvings not in warm.has_room:
-            room = room_on(self.device, self.settings.memory, self.settings.gpu_memory)
-            check_step(warm.task, warm.model, data, work, self.device, room, order.halvings)
+            check_step(warm.task, warm.model, data, work, self.device, self._room(), order.halvings)
             warm.has_room.add(order.halvings)
 
     def _protection(self, order: Order, mode: str) -> Protection:

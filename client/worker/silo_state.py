@@ -25,6 +25,11 @@ Counted = tuple[int, int]
 """(round, attempt) of the newest training step whose update is in the model."""
 
 
+def rank_file(folder: Path | str, job: str) -> Path:
+    """Where below the folder of all jobs the rank lies that the silo's memory has chosen."""
+    return Path(folder) / job / "rank.txt"
+
+
 class SiloState:
     """The states of all jobs, below one folder."""
 
@@ -74,6 +79,7 @@ class SiloState:
         """Removes what all steps of a job left, which is over; what cannot be removed is told."""
         try:
             self.forget_others(job, None, None)
+            rank_file(self._folder, job).unlink(missing_ok=True)
         except OSError as error:
             _log.warning("what job %s kept here could not be removed: %s", job, error)
         with suppress(OSError):  # Other things of the job lie there.

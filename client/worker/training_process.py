@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -87,12 +88,17 @@ class TrainingProcess:
         return self._leaving or self._process.returncode is not None
 
     async def do(
-        self, verb: str, order: Order, progress: ProgressListener, trouble: Trouble | None = None
+        self,
+        verb: str,
+        order: Order,
+        progress: ProgressListener,
+        trouble: Trouble | None = None,
+        ranked: Callable[[int], None] | None = None,
     ) -> dict[str, Any]:
         """Sends an order, and returns the answer; WorkFailed for a failure or the end of the process,
         EndedAhead where that was not the order's.
 
-        `trouble` hears of incidents that do not end it.
+        `trouble` hears of incidents that do not end it, `ranked` of the rank that the silo's memory chooses.
         Cancelled, it asks the process to stop and kills it if it does not within a few seconds.
         """
         self._number += 1
@@ -101,7 +107,7 @@ class TrainingProcess:
         self._doing = {name: getattr(order, name) for name in names} if verb in ("train", "evaluate") else {}
         self._write({"do": verb, "number": self._number, "order": asdict(order)})
         try:
-            return await self._answer(progress, trouble)
+            return await self._answer(progress, trouble, ranked)
         except asyncio.CancelledError:
             self._withdrawing = asyncio.create_task(self._withdraw())
             raise
@@ -128,7 +134,12 @@ class TrainingProcess:
             await self._process.wait()
         await self._listener
 
-    async def _answer(self, progress: ProgressListener, trouble: Trouble | None = None) -> dict[str, Any]:
+    async def _answer(
+        self,
+        progress: ProgressListener,
+        trouble: Trouble | None = None,
+        ranked: Callable[[int], None] | None = None,
+    ) -> dict[str, Any]:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             message: dict[str, Any] = json.loads(line)
@@ -139,6 +150,9 @@ class TrainingProcess:
             elif "trouble" in message:
                 if trouble is not None:
                     trouble(*message["trouble"])
+            elif "rank" in message:
+                if ranked is not None:
+                    ranked(message["rank"])
             elif "failed" in message:
                 failure = message["failed"]
                 self._leaving = message["leaving"]

@@ -127,6 +127,10 @@ class _OrderInHand:
     def trouble(self, kind: str, detail: str, action: str) -> None:
         self._say({"trouble": [kind, detail, action]})
 
+    def ranked(self, rank: int) -> None:
+        """What the silo's memory has chosen."""
+        self._say({"rank": rank})
+
     def begins(self, act: int) -> None:
         """One of ACTS."""
         if ACTS[act] in BATCHES:
@@ -240,7 +244,9 @@ def _serve(executor: Executor, command: dict[str, Any], commands: _Commands, ans
             return {"done": True}
         if command["do"] == "train":
             return _trained(
-                executor, order, executor.train(order, told.progress, told.before_batch, told.trouble)
+                executor,
+                order,
+                executor.train(order, told.progress, told.before_batch, told.trouble, ranked=told.ranked),
             )
         return {"evaluated": executor.evaluate(order, told.before_batch)}
 

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from roundtable.client.worker.step_room import MOST_HALVINGS, part_of_batch
 from roundtable.client.worker.torch_devices import choose_device
 from roundtable.client.worker.training_process import EndedAhead, TrainingProcess
 from roundtable.client.worker.worker_order import Order
+from roundtable.core.algorithms.factors.own_ranks import RankTable
 from roundtable.core.errors import RoundtableError
 from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.observability.transfer_figures import Writing
@@ -238,10 +240,13 @@ class WorkerTrainer:
                 if self._child is None:
                     await self.start()
                 assert self._child is not None
-                if verb == "train":
-                    work.set_up(TrainingSetup(device=str(choose_device(self._config.device))))
+                setup = TrainingSetup(device=str(choose_device(self._config.device)))
+                if verb == "train" and not _by_memory(work):
+                    work.set_up(setup)
                 try:
-                    return await self._child.do(verb, order, progress, work.trouble)
+                    return await self._child.do(
+                        verb, order, progress, work.trouble, partial(_set_up, work, setup)
+                    )
                 except EndedAhead as ended:
                     _log.warning("%s: %s", work.step.job, ended.detail)
 
@@ -270,6 +275,16 @@ class WorkerTrainer:
         if self._child is None:
             self._code.clear()
         self._code[task] = code
+
+
+def _by_memory(work: StepWork) -> bool:
+    """Whether the silo's memory chooses the rank of its factors."""
+    table = work.job.algorithm
+    return isinstance(table, RankTable) and bool(table.choices(work.client))
+
+
+def _set_up(work: StepWork, setup: TrainingSetup, rank: int) -> None:
+    work.set_up(replace(setup, factor_rank=rank))
 
 
 def order_of_work(work: StepWork) -> Order:

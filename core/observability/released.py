@@ -268,7 +268,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
         **_of(Tells.COHORT, "clients waiting_for setups"),
     },
     # Stored of jobs alone whose cohorts are no secret: who says it takes part.
-    "SiloSetup": _of(Tells.COHORT, "client time round machines ranks device memory plan degrees"),
+    "SiloSetup": _of(Tells.COHORT, "client time round machines ranks device memory plan degrees factor_rank"),
     # Of a silo's lines its own policy decides, and of the coordinator's the row of the event.
     "JobLogLine": _of(Tells.PUBLIC, "sequence time silo level round attempt phase kind text"),
     "JobLogLines": _of(Tells.PUBLIC, "lines"),
@@ -348,7 +348,7 @@ FIELDS: Mapping[str, Mapping[str, Tells]] = {
     "Heartbeat": {"state": Tells.PUBLIC},
     # Of the silo's machines and the job's model.
     "Accepted": _of(Tells.PUBLIC, "step queued setup prepared"),
-    "Setup": _of(Tells.PUBLIC, "machines ranks device memory plan degrees"),
+    "Setup": _of(Tells.PUBLIC, "machines ranks device memory plan degrees factor_rank"),
     "Progress": {**_of(Tells.PUBLIC, "step activity"), **_of(Tells.SILO, "done total loss figures")},
     # Sentences of the agent: no message of a task's exception, no figure of an account.
     "Failure": _of(Tells.PUBLIC, "step kind detail"),

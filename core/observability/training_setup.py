@@ -15,6 +15,7 @@ class TrainingSetup:
     """`machines` with `ranks` processes in all, each on a `device` with `memory` bytes (0: not told).
 
     `degrees` are the ways of parallelism by name, each with its degree; `plan` is how they train, for people.
+    `factor_rank`: of its low-rank factors, where its memory has chosen that; 0 where not.
     """
 
     machines: int = 1
@@ -23,6 +24,7 @@ class TrainingSetup:
     memory: int = 0
     plan: str = ""
     degrees: Mapping[str, int] = field(default_factory=dict)
+    factor_rank: int = 0
 
     def plain(self) -> dict[str, Any]:
         """As JSON values."""

@@ -272,6 +272,7 @@ def _setup(message: agent_pb2.Setup) -> TrainingSetup:
         bounds.within(message.memory, 0, bounds.MOST_COUNT, "the bytes of a device"),
         bounds.one_line(message.plan, _MAX_PLAN),
         dict(sorted(degrees.items())),
+        bounds.within(message.factor_rank, 0, _MOST_RANKS, "the rank of factors"),
     )
 
 

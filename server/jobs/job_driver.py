@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roundtable.core.algorithms.factors.own_ranks import RankTable
 from roundtable.core.config import JobConfig, job_from_json
 from roundtable.core.encodings.foreign.approval import not_approved
 from roundtable.core.errors import ConfigError
@@ -150,7 +151,10 @@ def make_driver(stored: StoredJob, services: JobServices, reserving: asyncio.Loc
     combiner = Combiner(job, plan, services.artifacts, services.trusted, services.shards)
     troubles = StorageTroubles(row.id, row.name, services.alerts, services.clock, inbox.notify)
     aggregate = AggregateAction(row.id, combiner, collection, account, services, inbox, troubles)
-    instructions = StepInstructions(row.id, row.config, layout.fingerprint, _submission(row), services)
+    ranked = job.algorithm if isinstance(job.algorithm, RankTable) else RankTable()
+    instructions = StepInstructions(
+        row.id, row.config, layout.fingerprint, _submission(row), services, ranked.choices
+    )
     tracking = JobTracking(row.id, job, services.tracking, history)
     parts = JobParts(inbox, instructions, collection, account, aggregate, troubles)
     actions = JobActions(row.id, parts, tracking, services, tasks)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from roundtable.core.observability.training_setup import TrainingSetup
 from roundtable.core.observability.transfer_figures import ModelArrival
 from roundtable.engine import messages as m
 from roundtable.server.door import to_agents
@@ -20,12 +21,22 @@ log = logging.getLogger("roundtable.server.jobs.step_instructions")
 
 
 class StepInstructions:
-    """The instructions in force. `submission` goes with each: silos check who has asked for the job."""
+    """The instructions in force. `submission` goes with each: silos check who has asked for the job.
+
+    `choices` are the ranks of factors that a silo may choose between by its memory.
+    """
 
     def __init__(
-        self, job: str, config: str, layout: str, submission: SignedSubmission, services: JobServices
+        self,
+        job: str,
+        config: str,
+        layout: str,
+        submission: SignedSubmission,
+        services: JobServices,
+        choices: Callable[[str], Sequence[int]],
     ) -> None:
         self._job = job
+        self._choices = choices
         self._config = config
         self._layout = layout
         self._submission = submission
@@ -70,7 +81,7 @@ class StepInstructions:
         client = session.name
         if not isinstance(message, Begun) or self.step_of(client) != message.at.step:
             return
-        if message.setup is not None and told:
+        if message.setup is not None and told and self._may_be(client, message.setup):
             now, round = self._services.clock(), message.at.step.round
             self._services.setups.heard(SetupRow(self._job, client, now, round, message.setup))
         asked = self._asked.pop(client, None)
@@ -79,6 +90,19 @@ class StepInstructions:
         if message.prepared:
             self._in_force.pop(client, None)
             self._progress.pop(client, None)
+
+    def _may_be(self, client: str, setup: TrainingSetup) -> bool:
+        choices = self._choices(client)
+        if setup.factor_rank in (0, *choices):
+            return True
+        log.warning(
+            "%s says that it trains factors of rank %d, and the job leaves it %s: that is not kept",
+            client,
+            setup.factor_rank,
+            f"one of {sorted(choices)}" if choices else "no choice",
+            extra={"job": self._job, "site": client},
+        )
+        return False
 
     def withdraw(self, action: m.Withdraw) -> None:
         """Tells the agent that its instruction no longer holds."""

@@ -91,7 +91,7 @@ class Declared:
         if not (self._resources or self.keys):
             return True
         labels = {key: value for key, value in wish.labels.items() if key in self.keys}
-        has = {name: amount for name in _AMOUNTS if (amount := self._amount(name, index)) is not None}
+        has = {name: amount for name in _AMOUNTS if (amount := self.amount(name, index)) is not None}
         # Only a label that is about the data makes these be loaded.
         metadata = self.metadata(index) if {*labels} & {*ABOUT_DATA} else self._stated(index)
         return wish.model_copy(update={"labels": labels}).suits(metadata, has)
@@ -132,7 +132,8 @@ class Declared:
             self._told[index] = {} if train is None else _facts(train, self._job.simulation.declare, index)
         return self._told[index]
 
-    def _amount(self, name: str, index: int) -> float | None:
+    def amount(self, name: str, index: int) -> float | None:
+        """GPUs, or bytes of memory or disk, that a client states; None where nobody does."""
         text = self.devices.traced(name, index)
         if text is None and name in self._capacity:
             text = self._capacity[name][index]

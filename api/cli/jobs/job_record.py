@@ -89,7 +89,8 @@ def _silo_row(name: str, silo: Mapping[str, Any]) -> tuple[str, ...]:
     changed = f" (set up {len(silo['setups'])} times)" if len(silo["setups"]) > 1 else ""
     memory = amount(setup["memory"]) if setup["memory"] else ""
     where = str(setup["machines"]), str(setup["ranks"]), setup["device"], memory
-    return (name, *counts, *where, setup["plan"] + changed)
+    rank = f"factors of rank {setup['factor_rank']}" if setup["factor_rank"] else ""
+    return (name, *counts, *where, ", ".join(filter(None, (setup["plan"], rank))) + changed)
 
 
 def _round_row(each: Mapping[str, Any]) -> tuple[str, ...]:
@@ -172,6 +173,7 @@ def _silos(
                 "memory": setup.memory,
                 "plan": setup.plan,
                 "degrees": dict(setup.degrees),
+                "factor_rank": setup.factor_rank,
             }
         )
     for client in clients:

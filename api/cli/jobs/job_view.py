@@ -93,6 +93,8 @@ def print_detail(detail: JobDetail) -> None:
         metric = json.loads(detail.job_config or "{}").get("stop", {}).get("metric")
         best = job.best
         say(f"best       {best.model.digest[:16]}  round {best.round}, {metric} {best.value:.5g}")
+    if ranks := {setup.client: setup.factor_rank for setup in detail.setups if setup.factor_rank}:
+        say(f"ranks      {', '.join(f'{client} {rank}' for client, rank in ranks.items())} (by memory)")
     if detail.waiting_for:
         say(f"now        round {detail.round}, attempt {detail.attempt}: {detail.waiting_for}")
     if detail.clients:

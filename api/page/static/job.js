@@ -244,7 +244,7 @@ function setupsOf(told) {
   if (!newest.length) return h("p", { class: "empty" }, "No silo has told it yet, or the job's level of privacy withholds it.");
   return scrolled("What silos train on", h("table", {}, h("caption", {}, "The newest word of each silo"),
     h("thead", {}, h("tr", {}, ["Silo", "Since round", "Machines", "Ranks", "Device", "Memory of each", "Plan"].map((text, at) => h("th", { scope: "col", class: [1, 2, 3, 5].includes(at) && "number" }, text)))),
-    h("tbody", {}, newest.map((each) => h("tr", {}, h("th", { scope: "row" }, each.client), h("td", { class: "number" }, each.round), h("td", { class: "number" }, each.machines), h("td", { class: "number" }, each.ranks), h("td", {}, each.device), h("td", { class: "number" }, Number(each.memory) ? bytes(each.memory) : "–"), h("td", {}, `${each.plan} ${Object.entries(each.degrees).map(([name, size]) => `${name} ${size}`).join(", ")}`))))));
+    h("tbody", {}, newest.map((each) => h("tr", {}, h("th", { scope: "row" }, each.client), h("td", { class: "number" }, each.round), h("td", { class: "number" }, each.machines), h("td", { class: "number" }, each.ranks), h("td", {}, each.device), h("td", { class: "number" }, Number(each.memory) ? bytes(each.memory) : "–"), h("td", {}, `${each.plan} ${each.factor_rank ? `factors of rank ${each.factor_rank}` : ""} ${Object.entries(each.degrees).map(([name, size]) => `${name} ${size}`).join(", ")}`))))));
 }
 
 /** Two fields for a stretch of rounds. @param {(first: number, last: number) => void} chosen */

@@ -32,23 +32,41 @@ Product = tuple[Tensor, Tensor]
 """[out, k] and [k, in], whose product is meant."""
 
 
+Rank = Annotated[int, Field(ge=1)]
+
+
 class RankTable(AlgorithmTable):
     """`[algorithm]` of those that take ranks by silo."""
 
-    ranks: dict[str, Annotated[int, Field(ge=1)]] = Field(
+    ranks: dict[str, Rank] = Field(
         default_factory=dict,
         description="rank of each silo's own factors by its name, at most the task's rank, which is that of "
-        "silos not named here",
+        "silos not named here, unless ranks_by_memory is set",
+    )
+    ranks_by_memory: list[Rank] = Field(
+        default_factory=list,
+        max_length=16,
+        description="a silo that is not named in ranks takes the largest of these of which a training step "
+        "fits its memory",
     )
 
     @model_validator(mode="after")
     def _begins_afresh(self) -> Self:
+        if self.ranks_by_memory != sorted({*self.ranks_by_memory}):
+            raise ValueError(
+                f"ranks_by_memory = {self.ranks_by_memory}: name each rank once, the smallest first, such as "
+                "[4, 8, 16]"
+            )
         if self.optimizer_state == "keep":
             raise ValueError(
                 f'optimizer_state = "keep" and name = {self.name!r}: the factors of a round are others than '
                 'those that the last one ended with, and what an optimizer kept does not fit; set "drop"'
             )
         return self
+
+    def choices(self, client: str) -> list[int]:
+        """The ranks that a client's memory decides between, largest first; none where its rank is said."""
+        return [] if client in self.ranks else self.ranks_by_memory[::-1]
 
 
 class RankedAlgorithm(ClientAlgorithm):
@@ -77,11 +95,25 @@ class RankedAlgorithm(ClientAlgorithm):
                 key=("algorithm", "ranks"),
             )
 
+    def rank_choices(self, client: str) -> list[int]:
+        """See RankTable.choices."""
+        assert isinstance(self.table, RankTable)
+        return self.table.choices(client)
+
+    def of_rank(self, client: str, rank: int) -> Self:
+        """The same where the job says this rank of the client."""
+        assert isinstance(self.table, RankTable)
+        return type(self)(self.table.model_copy(update={"ranks": {**self.table.ranks, client: rank}}))
+
+    def job_ranks(self, client: str, pairs: Sequence[FactorPair]) -> list[int]:
+        """The client's rank of each pair by the job; the smallest of its choices while none is made."""
+        assert isinstance(self.table, RankTable)
+        own = self.table.ranks.get(client, min(self.table.ranks_by_memory, default=None))
+        return [pair.rank if own is None else min(own, pair.rank) for pair in pairs]
+
     def ranks(self, round: ClientRound, pairs: Sequence[FactorPair]) -> list[int]:
         """The client's rank of each pair."""
-        assert isinstance(self.table, RankTable)
-        own = self.table.ranks.get(round.context.site)
-        return [pair.rank if own is None else min(own, pair.rank) for pair in pairs]
+        return self.job_ranks(round.context.site, pairs)
 
     @override
     @contextmanager
@@ -114,12 +146,14 @@ class RankedServer(ServerAlgorithm):
                 'or rt.HuggingFaceClassifier with method = "lora"; FFA-LoRA, DoRA and IA3 go with fedavg',
                 key=("algorithm", "name"),
             )
-        for name, rank in self.table.ranks.items():
+        asked = [("ranks", f"{name} = {rank}", rank) for name, rank in self.table.ranks.items()]
+        asked += [("ranks_by_memory", str(rank), rank) for rank in self.table.ranks_by_memory]
+        for key, said, rank in asked:
             if rank > max(ranks):
                 raise ConfigError(
-                    f"algorithm.ranks: {name} = {rank}, and the task's factors have rank {max(ranks)}, which "
+                    f"algorithm.{key}: {said}, and the task's factors have rank {max(ranks)}, which "
                     "is that of the download: give the task the largest rank of all",
-                    key=("algorithm", "ranks"),
+                    key=("algorithm", key),
                 )
 
     @override

@@ -227,6 +227,7 @@ def test_merged_factors_are_those_of_matrices_written_out(name: str, monkeypatch
         ({"transfer": {"down": "int8(block=64)"}}, "transfer.down"),
         ({"aggregation": {"validation": {"max_norm": 1.0}}}, "max_norm = 1 and .* from ranks"),
         ({"algorithm": {"name": "flora", "ranks": {"silo-0": 9}}}, "silo-0 = 9"),
+        ({"algorithm": {"name": "hetlora", "ranks_by_memory": [2, 9]}}, "ranks_by_memory: 9, and"),
         (
             {"algorithm": {"name": "hetlora"}, "aggregation": {"weighting": "uniform"}},
             "by the norms of their products whatever else is said; set weighting = 'examples'",

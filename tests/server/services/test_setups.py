@@ -53,6 +53,9 @@ async def test_a_jobs_record_keeps_what_silos_train_on(
         for number in (8, 8, 4, 4):
             asked = await alder.expect("instruction")
             told = agent_pb2.Accepted(step=asked.step, setup=setup(number))
+            # The job leaves it no choice of a rank.
+            claim = agent_pb2.Setup(machines=1, ranks=1, factor_rank=5)
+            await alder.say(accepted=agent_pb2.Accepted(step=asked.step, setup=claim))
             await alder.say(accepted=told)
             await alder.answer(asked, torch.ones(4))
         await olga.watch_until(job.id, "finished")
@@ -74,6 +77,7 @@ async def test_a_jobs_record_keeps_what_silos_train_on(
         agent_pb2.Setup(machines=1, ranks=1, degrees={"tp": 0}),
         agent_pb2.Setup(machines=1, ranks=1, degrees={f"way{n}": 2 for n in range(21)}),
         agent_pb2.Setup(machines=1, ranks=1, memory=1 << 60),
+        agent_pb2.Setup(machines=1, ranks=1, factor_rank=2_000_000),
     ],
 )
 def test_what_cannot_be_is_refused(strange: agent_pb2.Setup) -> None:
