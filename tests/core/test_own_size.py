@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from typing_extensions import override
 
 from roundtable.client.first_batch.step_memory import step_memory
@@ -71,8 +72,21 @@ class Toy(Task):
 
 
 @contextmanager
-def with_zeros(module: nn.Module, pairs: Sequence[FactorPair], ranks: Sequence[int]) -> Iterator[None]:
+def with_zeros(
+    module: nn.Module,
+    pairs: Sequence[FactorPair],
+    ranks: Sequence[int],
+    fresh: Sequence[tuple[Tensor, Tensor]] = (),
+) -> Iterator[None]:
     """Factors as large as the task's, whose rows and columns behind the rank are zero."""
+    if fresh:
+        padded = [
+            (pad(down, (0, 0, 0, pair.rank - len(down))), pad(up, (0, pair.rank - len(down))))
+            for pair, (down, up) in zip(pairs, fresh, strict=True)
+        ]
+        with of_own_size(module, pairs, [pair.rank for pair in pairs], padded):
+            yield
+        return
     with torch.no_grad():
         for pair, rank in zip(pairs, ranks, strict=True):
             module.get_parameter(pair.names[0])[rank:] = 0

@@ -39,15 +39,16 @@ class Flora(RankedAlgorithm):
     @contextmanager
     def while_training(self, round: ClientRound, module: nn.Module) -> Iterator[None]:
         pairs, chance = factor_pairs(round.layout), round.context.generator("factors")
+        ranks = self.ranks(round, pairs)
         with ExitStack() as added:
-            for pair in pairs:
-                down, up = map(module.get_parameter, pair.names)
-                added.callback(_add_product(module, pair, down.detach().clone(), up.detach().clone()))
-                fresh = torch.empty(pair.rank, down.shape[1]).uniform_(-1, 1, generator=chance)
-                with torch.no_grad():
-                    down.copy_(fresh / math.sqrt(down.shape[1]))
-                    up.zero_()
-            added.enter_context(of_own_size(module, pairs, self.ranks(round, pairs)))
+            fresh = []
+            for pair, rank in zip(pairs, ranks, strict=True):
+                down, up = (module.get_parameter(name).detach() for name in pair.names)
+                added.callback(_add_product(module, pair, down, up))
+                drawn = torch.empty(pair.rank, down.shape[1]).uniform_(-1, 1, generator=chance)[:rank]
+                begun = down.new_empty(drawn.shape).copy_(drawn / math.sqrt(down.shape[1]))
+                fresh.append((begun, up.new_zeros(len(up), rank)))
+            added.enter_context(of_own_size(module, pairs, ranks, fresh))
             yield
 
 
