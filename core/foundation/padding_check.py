@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from roundtable.core.errors import TaskError
+from roundtable.core.foundation.row_check import check_numbers
 
 _SHORT = 4
 _TOLERANCE = {torch.float32: 1e-3}
@@ -38,6 +39,7 @@ def check_padding(model: Any, length: int, filler: int) -> None:
                     f"long as that ({type(error).__name__}); set length to less"
                 ) from error
             alone = _logits(model, row[None])
+            check_numbers(model, torch.cat([alone, beside]))
             filled = torch.cat([row, row.new_full((length - short,), filler)])
             mask = torch.ones(2, length, dtype=torch.int64)
             mask[0, short:] = 0
@@ -76,6 +78,7 @@ def check_images(model: Any, pixels: Tensor) -> None:
     try:
         with torch.no_grad():
             alone = model(pixel_values=pixels[None].to(model.dtype)).logits.float()
+            check_numbers(model, alone)
             beside = torch.stack([pixels, pixels.flip(-1) + 1]).to(model.dtype)
             both = model(pixel_values=beside).logits.float()
     except (ValueError, RuntimeError, KeyError, IndexError, TypeError, AttributeError) as error:

@@ -30,6 +30,7 @@ def check_rows(model: Any, *, packed: bool, positions: bool) -> None:
     try:
         with torch.no_grad():
             alone = logits_of(model, second, None)
+            check_numbers(model, alone)
             changed = torch.cat([second[:, :-1], other[:, -1:]], 1)
             ahead = _differ(alone[:, :-1], logits_of(model, changed, None)[:, :-1])
             why = "" if ahead or not positions else _misplaced(model, second, places, alone)
@@ -55,6 +56,19 @@ def check_rows(model: Any, *, packed: bool, positions: bool) -> None:
             f"a {model.config.model_type} does not take packed rows: {why}. Set packing = false in the "
             "job's [task] table, by which a row holds one text"
         )
+
+
+def check_numbers(model: Any, logits: Tensor) -> None:
+    """TaskError where the base's logits are NaN or infinite: training could begin with nothing else."""
+    if bool((logits < torch.inf).all()):  # NaN is not, and what is never to be said may be minus infinity.
+        return
+    precision = str(model.dtype).removeprefix("torch.")
+    half = model.dtype == torch.float16
+    remedy = 'set precision = "bfloat16" or "float32"' if half else "take another base"
+    raise TaskError(
+        f"a {model.config.model_type} of these weights gives logits that are NaN or infinity in {precision}: "
+        f"values between its layers overflow; {remedy}"
+    )
 
 
 def _misplaced(model: Any, tokens: Tensor, places: Tensor, wanted: Tensor) -> str:

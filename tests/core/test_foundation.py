@@ -346,6 +346,13 @@ def test_half_precision_that_overflows_is_refused_with_the_precision(llama: Path
         task_of(large, precision=precision).model()
     with pytest.raises(TaskError, match=r"norm.weight' holds NaN or infinity in float16; another precision"):
         task_of(large, precision="float16").model()
+    state["model.norm.weight"][3] = 1.0
+    for name in ("up_proj", "down_proj"):  # What is multiplied overflows, and no weight does.
+        state[f"model.layers.0.mlp.{name}.weight"] *= 3e4
+    safetensors.torch.save_file(state, large / "model.safetensors", {"format": "pt"})
+    task_of(large, precision="bfloat16").model()
+    with pytest.raises(TaskError, match=r'NaN or infinity in float16: .* set precision = "bfloat16" or "f'):
+        task_of(large, precision="float16").model()
 
 
 def test_a_base_that_does_not_fit_into_memory_is_refused_with_what_fits(
