@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -271,8 +272,10 @@ def run_server(
     trusted: TrustedTraining | None = None,
     verbosity: Verbosity | None = None,
     dashboard: Dashboard | None = None,
-) -> None:
-    """Runs a coordinator until SIGTERM or SIGINT. Raises RoundtableError for what a person must mend.
+) -> int:
+    """Runs a coordinator until SIGINT or SIGTERM; returns the exit status.
+
+    Raises RoundtableError for what a person must mend.
 
     `trusted` trains on data of the coordinator's own, for rules that measure updates by them; `verbosity` is
     read anew at SIGHUP; `dashboard` serves the page while the coordinator is active.
@@ -281,12 +284,18 @@ def run_server(
     tune_for_transfers()
     settle_imports()
     make = partial(Coordinator, config, trusted=trusted, dashboard=dashboard)
-    asyncio.run(_until_signal(make, config, verbosity or Verbosity(config.log_levels)))
+    return asyncio.run(_until_signal(make, config, verbosity or Verbosity(config.log_levels)))
 
 
-async def _until_signal(make: Callable[[], Coordinator], config: ServerConfig, verbosity: Verbosity) -> None:
+async def _until_signal(make: Callable[[], Coordinator], config: ServerConfig, verbosity: Verbosity) -> int:
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    on_signals(lambda number: stopped.set())
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        stopped.set()
+
+    on_signals(stop)
     verbosity.heed()
     stopping = loop.create_task(stopped.wait())
     watchdog = loop.create_task(keep_watchdog())
@@ -301,6 +310,7 @@ async def _until_signal(make: Callable[[], Coordinator], config: ServerConfig, v
             log.error("not active: %s; trying again", error)
             tell_systemd(f"waiting for the database: {error}")
             await until_it_answers(config, stopping, str(error), patience)
+    return 130 if signal.SIGINT in received else 0
 
 
 async def until_it_answers(

@@ -77,7 +77,7 @@ def server(
     database: str | None,
     bucket: str | None,
     credentials: Path | None,
-) -> None:
+) -> int:
     """Run the coordinator.
 
     With the settings of CONFIG (coordinator.toml); options win. Ctrl-C stops it cleanly; started again on the
@@ -101,7 +101,7 @@ def server(
     # What it brings along may warn: in the form of the log.
     from roundtable.server.coordinator import run_server
 
-    run_server(settings, _trusted(settings), verbosity, _dashboard(settings))
+    return run_server(settings, _trusted(settings), verbosity, _dashboard(settings))
 
 
 def _trusted(settings: ServerConfig) -> TrustedTraining | None:

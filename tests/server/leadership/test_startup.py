@@ -118,8 +118,8 @@ def test_a_database_that_comes_later_is_waited_for(
         starting.join()
         process.send_signal(signal.SIGHUP)
         federation.until(lambda: federation.log("hub").count("SIGHUP: log levels are as they are") == 2)
-        process.terminate()
-        assert federation.died("hub") == 0
+        process.send_signal(signal.SIGINT)
+        assert federation.died("hub") == 130
 
 
 async def test_a_second_coordinator_on_the_same_files(settings: Settings) -> None:
