@@ -19,6 +19,8 @@ from roundtable.cli.jobs.job_view import print_detail
 from roundtable.client.first_batch.enough_memory import Room, check_room, of_rank
 from roundtable.client.policy.policy_table import PolicyTable
 from roundtable.client.training.local_work import LocalWork
+from roundtable.client.worker.own_model import forget_unused
+from roundtable.client.worker.silo_state import rank_file
 from roundtable.client.worker.step_room import settled_rank, tried_step
 from roundtable.core import JobConfig, load_task, save_model
 from roundtable.core.algorithms.known_algorithms import make_algorithm
@@ -123,16 +125,18 @@ def test_a_rank_is_kept_falls_where_it_must_and_never_rises(tmp_path: Path) -> N
     least, most = (of_rank(step, rank).needed(step.examples) for rank in (1, MOST))
     assert most > 10 * least
 
-    def chosen(there: int | None, of: str = "file") -> int:
+    def chosen(there: int | None, of: str = "job") -> int:
         room = None if there is None else Room(there - held, "free here")
-        return settled_rank(step, [MOST, 1], room, tmp_path / "job" / of)
+        return settled_rank(step, [MOST, 1], room, rank_file(tmp_path, of))
 
     assert chosen(2 * most) == MOST
     assert chosen(most) == MOST  # It is tight, and kept.
     assert chosen(most - 1) == 1
     assert chosen(2 * most) == 1
-    assert chosen(most, "tight from the first") == 1
-    assert chosen(None, "nobody knows") == 1
+    forget_unused(tmp_path, "job")
+    assert chosen(2 * most) == MOST  # Another job.
+    assert chosen(most, "tight") == 1
+    assert chosen(None, "unknown") == 1
     assert settled_rank(None, [MOST, 1], Room(2 * most, ""), tmp_path / "no step") == 1
     with pytest.raises(InsufficientMemory, match=r"What would fit, by estimate: .*factors of rank 1024 \("):
         check_room(of_rank(step, MOST), Room(most - 1 - held, "free here"))
