@@ -10,9 +10,10 @@ from roundtable.core.config import JobConfig
 from roundtable.engine import messages as m
 from roundtable.engine.population import Population
 from roundtable.engine.selection import least_for_selection, rested
-from roundtable.engine.state import Attempt, ClientRecord, EngineState
+from roundtable.engine.state import Attempt, EngineState
 from roundtable.engine.validation.secure_feasibility import fewest
 
+_AT_WORK = {"queued", "training", "ready", "evaluating", "uploading"}
 _SHOWN = 5
 WHO_HELD: Mapping[m.Held, str] = {
     "drained": "drained by its silo",
@@ -51,7 +52,7 @@ def view(
     """The view of a state; without its clients, of which there may be thousands, if they are not wanted."""
     attempt = state.attempt
     clients = {
-        name: ClientView(_state_of(name, record, population), record.since, record.note)
+        name: ClientView(_state_of(name, state, population), record.since, record.note)
         for name, record in (sorted(state.clients.items()) if with_clients else ())
     }
     return EngineView(
@@ -124,10 +125,14 @@ def _waiting_for_answers(attempt: Attempt, state: EngineState, population: Popul
     }
     word, have = told[attempt.phase]
     awaited = list(attempt.awaited)
-    shown = ", ".join(f"{n} ({_state_of(n, state.clients[n], population)})" for n in awaited[:_SHOWN])
+    shown = ", ".join(f"{n} ({_state_of(n, state, population)})" for n in awaited[:_SHOWN])
     more = f" and {len(awaited) - _SHOWN} more" if len(awaited) > _SHOWN else ""
     return f"{len(have)} of {len(have) + len(awaited)} {word}; waiting for {shown or 'nobody'}{more}"
 
 
-def _state_of(name: str, record: ClientRecord, population: Population) -> m.ClientState:
-    return record.state if population.is_online(name) else "offline"
+def _state_of(name: str, state: EngineState, population: Population) -> m.ClientState:
+    """Nobody works for a job that does not run: what it asked for last is withdrawn."""
+    now = state.clients[name].state
+    if not population.is_online(name):
+        return "offline"
+    return "available" if now in _AT_WORK and state.status != "running" else now

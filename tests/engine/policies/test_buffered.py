@@ -219,8 +219,11 @@ def test_the_end_and_a_pause_withdraw_everybody():
 
     driver = buffered(size=2, concurrency=3)
     driver.join(*NAMES)
+    driver.send(*(m.WorkStarted(name, work(driver, name)) for name in at_work(driver)))
+    assert {each.state for each in driver.engine.view().clients.values()} == {"training"}
     driver.send(m.Pause("lunch"))
     assert len(driver.withdrawn) == 3
+    assert {each.state for each in driver.engine.view().clients.values()} == {"available"}
     driver.join("e")
     assert at_work(driver) == []
     driver.send(m.Resume())
