@@ -228,6 +228,7 @@ def test_tasks_that_are_missing_or_changed(silo: Silo, roundtable: Command) -> N
     assert "roundtable client hash small" in check.remedy
 
 
+@pytest.mark.slow
 def test_a_state_folder_that_cannot_be_written(silo: Silo) -> None:
     (silo.folder / "volume").mkdir(mode=0o555)
     file = silo.write(f"127.0.0.1:{free_port()}", 'state = "volume"')

@@ -206,6 +206,7 @@ def test_a_task_that_hangs_is_told_after_its_time(silo: Path) -> None:
     assert not any("roundtable.client.worker" in command for command in children())
 
 
+@pytest.mark.slow
 def test_the_limits_of_rounds_hold(silo: Path) -> None:
     (silo / "big.py").write_text(TASK.replace("torch.ones(40, 2)", "torch.ones(1 << 29, 2)"))
     file = write(silo, big="big.py:Sound")

@@ -87,6 +87,7 @@ def test_what_is_missing_is_named_with_its_extra(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_traced_agent_without_the_extra(folder: Path) -> None:
     text = (folder / "agent.toml").read_text().replace("cuda:99", "cpu")
     (folder / "agent.toml").write_text(f'traces = "http://127.0.0.1:1/v1/traces"\n{text}')

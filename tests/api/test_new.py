@@ -15,6 +15,7 @@ from roundtable.preparation import prepare
 from roundtable.starters import BUILT_EXAMPLES, STARTERS
 
 SIMULATED = [name for name in STARTERS if name != "script"]
+QUICK = ["vision", "llm", "tabular"]
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +24,13 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_every_template_passes_the_test_that_it_brings(empty: Path) -> None:
-    for name in SIMULATED:
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param([each for each in SIMULATED if each not in QUICK], marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
+def test_every_template_passes_the_test_that_it_brings(names: list[str], empty: Path) -> None:
+    for name in names:
         assert run(["new", f"my_{name}", "--template", name]) == 0
     words = [file for file in empty.rglob("*") if file.is_file() and "starter" in file.read_text().lower()]
     assert words == []
@@ -37,7 +43,7 @@ def test_every_template_passes_the_test_that_it_brings(empty: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(SIMULATED)} passed" in done.stdout
+    assert f"{len(names)} passed" in done.stdout
 
 
 @pytest.mark.slow

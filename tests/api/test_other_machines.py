@@ -70,6 +70,7 @@ def test_without_open_files_to_hand_over_one_process_does_the_work(
     assert 'set backend = "auto" or "sequential"' in refused.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_simulation_in_order(job_file: Path, tmp_path: Path) -> None:
     line = ["simulate", str(job_file), "--run-dir", str(tmp_path / "run"), "--set", "rounds=100000"]
     process = subprocess.Popen(
@@ -88,7 +89,8 @@ def test_ctrl_c_ends_a_simulation_in_order(job_file: Path, tmp_path: Path) -> No
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("machine", ["windows", pytest.param("macos", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["windows", "macos"])
 def test_an_agent_trains_and_stops(
     machine: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ async def federation(tmp_path: Path) -> AsyncIterator[Federation]:
         yield started
 
 
+@pytest.mark.slow
 async def test_training_processes_give_the_same_model_under_secure_aggregation(
     federation: Federation,
 ) -> None:
@@ -298,6 +299,7 @@ async def test_scripts_of_ones_own_take_part_until_the_job_is_over(federation: F
     assert history[0]["training"]["loss"][1] == 128  # type: ignore[index]
 
 
+@pytest.mark.slow
 async def test_a_silo_with_another_model_fails_and_the_round_goes_on(federation: Federation) -> None:
     _, folder = federation
     (folder / "wide.py").write_text(TASK.replace("nn.Linear(4, 8), nn.BatchNorm1d(8)", "nn.Linear(4, 8)"))

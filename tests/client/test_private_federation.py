@@ -94,6 +94,7 @@ async def test_record_level_runs_until_each_silos_own_budget(
     assert "any one record held by a participating organisation" in shown["statement"]
 
 
+@pytest.mark.slow
 async def test_drawn_silos_are_charged_for_the_rounds_in_which_they_train(federation: Federation) -> None:
     """Whole rounds: the draw makes none of them cheaper, and who is not drawn spends nothing."""
     _, folder = federation

@@ -40,7 +40,8 @@ def silo_of(folder: Path, lanes: int, **options: object) -> Silo:
     return Silo(folder, JOB, CODE.replace("LANES", str(lanes)), **options)
 
 
-@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [1, 3])
 async def test_rounds_over_a_stream_equal_one_process(lanes: int, tmp_path: Path) -> None:
     """With one lane both ranks share its records, with three one rank has two."""
     silo = silo_of(tmp_path, lanes)

@@ -137,6 +137,7 @@ def test_ranks_drop_and_send_what_one_process_does(tmp_path: Path) -> None:
             assert found["evaluated"] < 1e-5, (name, found)
 
 
+@pytest.mark.slow
 def test_a_step_tells_what_its_experts_got() -> None:
     model = {"block": Limited, "rule": RULES["capacity"]}
     # Of five examples one rank has two, and a filler beside, which is none.

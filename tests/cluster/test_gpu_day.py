@@ -40,6 +40,7 @@ def test_a_phase_is_rehearsed_kept_and_not_run_twice(root: Path, tmp_path: Path)
     assert list(state["phases"]) == ["aggregation"]
 
 
+@pytest.mark.slow
 def test_a_phase_that_breaks_has_failed_and_says_with_what(root: Path, tmp_path: Path) -> None:
     code = (
         "import sys, pathlib, run; sys.argv = ['run'];"

@@ -179,11 +179,8 @@ def test_strategies_equal_one_process(cases: list[Case], tmp_path: Path) -> None
     check(run_ranks(run_cases, few[0].strategy.mesh.world, few, tmp_path), few)
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [HALF, pytest.param(HALF_OF_FOUR, marks=pytest.mark.slow)],
-    ids=["two ranks", "four ranks"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [HALF, HALF_OF_FOUR], ids=["two ranks", "four ranks"])
 def test_the_loss_of_a_model_in_bfloat16_is_not_in_bfloat16(cases: list[Case], tmp_path: Path) -> None:
     for results in run_ranks(run_cases, cases[0].strategy.mesh.world, cases, tmp_path):
         # In bfloat16 a loss of 6 has steps of 0.03.

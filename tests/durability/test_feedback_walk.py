@@ -148,7 +148,7 @@ def by_hand(way: str, silo: str) -> Tensor:
     return moved
 
 
-@pytest.mark.parametrize("way", ["error", "momentum", "ef21"])
+@pytest.mark.parametrize("way", [pytest.param("error", marks=pytest.mark.slow), "momentum", "ef21"])
 def test_agents_remember_what_the_papers_say(
     federation: Federation, undisturbed: Callable[[str], Ended], way: str
 ) -> None:

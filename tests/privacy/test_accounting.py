@@ -49,7 +49,7 @@ def test_renyi_agrees_with_the_reference(reference_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("accountant", "every"),
-    [("pld", 4), ("prv", 8), pytest.param("pld", 1, marks=SLOW), pytest.param("prv", 1, marks=SLOW)],
+    [("pld", 8), ("prv", 8), pytest.param("pld", 1, marks=SLOW), pytest.param("prv", 1, marks=SLOW)],
 )
 def test_loss_distributions_agree_with_the_reference(
     reference_dir: Path, accountant: str, every: int

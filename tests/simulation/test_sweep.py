@@ -154,6 +154,7 @@ def test_runs_side_by_side_give_the_same_and_show_mean_and_deviation(job_file, t
         one.over("rounds")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_told_with_its_reason_and_the_others_go_on(job_file, tmp_path, capsys):
     """One pauses, one is refused before round 1, one goes through; side by side, and taken up in turn."""
     out = tmp_path / "out"

@@ -148,7 +148,7 @@ def job_of(**privacy: Any) -> JobConfig:
         (job_of(level="client", cohort={"size": 6}), 20),
         (job_of(level="client", clipping="adaptive", epsilon=8.0), 60),
         (job_of(level="dp_ftrl", bands=4, cohort={"size": 3}), 12),
-        (
+        pytest.param(
             job_of(
                 level="dp_ftrl",
                 cohorts="hidden",
@@ -156,6 +156,7 @@ def job_of(**privacy: Any) -> JobConfig:
                 cohort={"strategy": "poisson", "probability": 0.5},
             ),
             24,
+            marks=pytest.mark.slow,
         ),
         (job_of(level="distributed", cohort={"size": 10}), 10),
         (job_of(level="example", population=500), 3),

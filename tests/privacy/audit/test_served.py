@@ -96,6 +96,7 @@ def cyclic_job() -> JobConfig:
     return job.model_copy(update={"rounds": 6, "privacy": privacy_from(table)})
 
 
+@pytest.mark.slow
 async def test_amplified_correlated_noise_bears_out_what_is_stated_and_its_faults_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,7 @@ async def test_amplified_correlated_noise_bears_out_what_is_stated_and_its_fault
     assert found.bound > found.stated
 
 
+@pytest.mark.slow
 async def test_a_cohort_that_is_always_the_same_is_no_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

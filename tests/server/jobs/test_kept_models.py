@@ -41,7 +41,7 @@ async def rounds(agent: ScriptedAgent, first: int, last: int) -> None:
         await agent.evaluate(await agent.expect("instruction"), loss=(10 * LOSSES[number - 1], 10))
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 async def test_the_best_model_outlives_restarts_retention_and_a_restored_backup(
     settings: Settings,
     certificates: Path,

@@ -260,6 +260,7 @@ async def test_health_and_readiness(settings: Callable[..., ServerConfig]) -> No
         assert (await get(port, "/else"))[0] == 404
 
 
+@pytest.mark.slow
 async def test_a_database_that_is_gone_is_told(
     settings: Callable[..., ServerConfig], postgresql: PostgreSQL
 ) -> None:
