@@ -169,8 +169,8 @@ def wheel(*arguments: str) -> None:
             "-q",
             "--durations=10",
             "-n",
-            # Tests wait for servers and agents of their own: two workers more than cores keep these at work.
-            str(min(4, (os.cpu_count() or 1) + 2)),
+            # Tests wait for servers and agents of their own: a worker more than cores keeps these at work.
+            str(min(4, (os.cpu_count() or 1) + 1)),
             "--dist",
             "loadfile",
             # In the order of tests/conftest.py.
